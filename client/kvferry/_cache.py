@@ -39,7 +39,8 @@ class Cache(Closing):
         spec: the engine.
         rank: geometry of the rank.
         reuse_after: seconds, counted from the registration, during which the engine must not reuse blocks of memory
-            that survived a restart.
+            that survived a restart. The engine's home knows its own leases only: an engine that was at another home
+            before waits for the max_ttl of that home (30 s), counted from the end of its last session there.
     """
 
     def __init__(self, runtime: RankRuntime, session: EngineSession | None, reuse_after: float) -> None:
@@ -90,7 +91,7 @@ class Cache(Closing):
                 read of the publication: give their number as `expected_reads`.
             read_id: a name that all ranks of one read share; None: a random name, for an engine of one rank. Not
                 secret: the home gets a value derived from this name and the engine's secret. With `parties` above 1,
-                give no other read of the same publication this name.
+                give no other read of the same publication this name: of two, one fails.
             parties: number of ranks that will report under this read_id.
             expected_reads: number of reads that will be made of the publication (n-way sampling); 0: the number that
                 its source gave.

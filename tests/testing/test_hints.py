@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry import Blocks, EngineSpec, Group, IntegrityOptions, Prompt, Publication, parse_reference
+from kvferry import Blocks, EngineSpec, Group, IntegrityOptions, Prompt, Publication, Read, parse_reference
 from kvferry._cache import runtime_of
 from kvferry._reads.leased_reads import LeasedReads
 from kvferry._wire.reference import MAX_HINT_BLOCKS, MAX_LENGTH, format_reference
@@ -237,6 +237,39 @@ def test_reads_of_one_name_at_once_have_leases_of_their_own(fabric: Fabric, opti
         assert not pair.session.released(timeout=0)
     second.result(SOON)
     assert pair.holds(3, 8)
+
+
+@pytest.mark.parametrize("confirm", ["before", "after"])
+def test_a_rank_that_reads_again_under_the_name_of_a_shared_read_gets_no_verdict_of_before(
+    fabric: Fabric, confirm: str
+) -> None:
+    """The other rank ends the lease while the second reading goes on: the source is free to change its blocks."""
+    pair = Pair(fabric)
+    session = fabric.client().open_engine(spec := EngineSpec("two", pair.spec.groups, num_ranks=2))
+    memory = [np.zeros_like(pair.theirs) for _ in range(2)]
+    ranks = [
+        fabric.client(confirm=confirm).register_cache(
+            spec, rank=rank, token=session.token, tensors={"layer": memory[rank]}, axes=AXES, replicated=True
+        )
+        for rank in range(2)
+    ]
+    publication = pair.publish()
+
+    def read(rank: int, block: int) -> Read:
+        return ranks[rank].read(publication.reference, {"full": Blocks([block])}, read_id="name", parties=2)
+
+    read(0, 7).result(SOON)
+    with fabric.hold_reads() as held:
+        other = read(1, 7)
+        held.wait(1, SOON)
+        again = read(0, 8)
+        held.wait(2, SOON)
+        held.release(1)
+        other.result(SOON)
+        assert pair.session.released(timeout=SOON)
+        pair.theirs[:, 3] = 99
+    assert isinstance(again.exception(SOON), TransferExpired)
+    assert (memory[0][:, 7] == 3).all()
 
 
 def test_the_hint_of_another_publication_does_not_count(pair: Pair) -> None:

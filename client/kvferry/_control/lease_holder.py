@@ -36,6 +36,9 @@ VERDICT_TIMEOUT = 1.0
 DECLINE_PATIENCE = 120.0
 """Seconds for which a decline is repeated: after that, a publication without readers is released by time."""
 
+REPORTS_KEPT = 65_536
+"""Leases of which a rank remembers that it has reported on them: more than it shares while one read lasts."""
+
 
 Answer: TypeAlias = "pb.Verdict.ValueType | KvferryError | None"
 """The home's verdict; the error of the last attempt; or None after an attempt that is repeated."""
@@ -91,6 +94,8 @@ class LeaseHolder:
         self._notifier = Notifier(loop, self._reader)
         self._unseen: set[asyncio.Task[None]] = set()
         """Tasks that end the leases which may be granted to cancelled reads."""
+        self._reported: dict[bytes, None] = {}
+        """The leases, shared with other ranks, on which this rank has reported."""
 
     def request(
         self,
@@ -201,6 +206,21 @@ class LeaseHolder:
         self.drop(granted)
         self._give_up(home, granted.lease, pb.RANK_OUTCOME_CANCELLED)
 
+    def reports_first(self, request: AcquireRequest, lease: ReaderLease) -> bool:
+        """Record that a read of this process is about to be reported. False: this rank has reported on the lease
+        before, for another read of the same name. The lease may have ended with the other ranks' reports, and the home
+        would answer as it did to the first report."""
+        first = lease.lease_id not in self._reported
+        if request.parties > 1:
+            self._remember(lease)
+        return first
+
+    def _remember(self, lease: ReaderLease) -> None:
+        if self._rank is not None:
+            self._reported[lease.lease_id] = None
+            if len(self._reported) > REPORTS_KEPT:
+                del self._reported[next(iter(self._reported))]
+
     def report(self, home: Control, reports: Sequence[ReadReport], span: Span = NO_SPAN) -> None:
         """Report the ends of reads to their home. Each report is repeated until its lease ends, if need be."""
         messages = [
@@ -258,6 +278,7 @@ class LeaseHolder:
     def _give_up(self, home: Control, lease: ReaderLease, outcome: pb.RankOutcome.ValueType) -> None:
         """End a lease that is not needed; a home that cannot be reached ends the lease by time (PROTOCOL, Leases 7). A
         lease that other ranks share ends for this rank only."""
+        self._remember(lease)
         ends = [pb.Notification(cancel=pb.CancelRead(lease_id=lease.lease_id))]
         if self._rank is not None:
             ends = read_done(lease.lease_id, [pb.RankReport(rank=self._rank, outcome=outcome)])

@@ -252,6 +252,9 @@ class LeasedReads(Generic[SomeRead]):
             if not acquired.complete:
                 more = self._loop.spawn(self._follow(read, acquisition), f"the steps of read {read.read_id}")
             if await self._all_ended(read):
+                if not self._holder.reports_first(read.request, acquired.lease):
+                    with self.lock:
+                        self.fail(read, _read_again(read))
                 self._report_soon(read, acquired)
                 reported = True
                 await self._conclude(read, acquired)
@@ -579,6 +582,12 @@ def _cancel(read: LeasedRead) -> None:
 def _uncovered(read: LeasedRead, why: str) -> TransferExpired:
     """Make the error of a read from a hint whose blocks may have been released: only the home can know."""
     return TransferExpired(f"read {read.read_id}: its bytes do not count: {why}", read_id=read.read_id)
+
+
+def _read_again(read: LeasedRead) -> TransferExpired:
+    """Make the error of a read whose lease may have ended with an earlier read of the same name."""
+    problem = "its rank has reported on the same lease before, for another read of this name: give each its own read_id"
+    return TransferExpired(f"read {read.read_id}: its bytes do not count: {problem}", read_id=read.read_id)
 
 
 def _verdict_name(verdict: pb.Verdict.ValueType) -> str:

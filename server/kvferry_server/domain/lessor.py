@@ -207,6 +207,9 @@ class Lessor:
 
     def _still_published(self, engine: EnginePublications, number: int, now: float) -> PublicationRecord:
         """Return a publication that is complete and not released, so that its bytes have not changed."""
+        # The publish may be a late one, of a publication that was released before this home started: then the snapshot
+        # does not name it.
+        engine.check_recovered()
         publication = self._records.unreleased(engine, number, now)
         if now >= publication.final_at:
             raise publication.refusal()

@@ -148,8 +148,12 @@ class Sources:
         if engine.snapshot_name != name:
             raise InvalidField("resync.snapshot", name.hex(), f"{engine.snapshot_name.hex()!r}, which has begun since")
         for number, publication in list(engine.publications.items()):
-            if number <= high_water and number not in engine.snapshot and publication.grantable:
-                self._abort(publication, now)
+            if number <= high_water and number not in engine.snapshot:
+                # The source may have changed its blocks: it heard of the release from this home's predecessor, and a
+                # late publish came after that. No read without a lease counts any more.
+                publication.hint_digest = b""
+                if publication.grantable:
+                    self._abort(publication, now)
         self._records.close_below(engine, high_water)
         engine.snapshot, engine.recovering = None, False
 

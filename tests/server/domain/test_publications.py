@@ -12,6 +12,7 @@ import pytest
 from kvferry._prompt import MAX_MARKS
 from kvferry.errors import (
     BadBlock,
+    BadReference,
     EngineIncomplete,
     HomeRecovering,
     InvalidField,
@@ -28,7 +29,22 @@ from kvferry_server.domain.limits import MAX_SKIPPED, Limits
 from kvferry_server.domain.publications import PUBLICATION_BYTES, PublicationOutcome, PublicationStage
 from kvferry_server.domain.reads import Verdict
 from kvferry_server.domain.steps import PromptMark
-from tests.support.parties import FULL, P2, SECRETS, TIMES, E, P, Scene, arrived, ask, blocks, key, offer, registration
+from tests.support.parties import (
+    FULL,
+    P2,
+    SECRETS,
+    TIMES,
+    E,
+    P,
+    Scene,
+    arrived,
+    ask,
+    blocks,
+    done,
+    key,
+    offer,
+    registration,
+)
 
 
 @pytest.fixture
@@ -512,6 +528,21 @@ def test_grants_wait_for_the_end_of_the_snapshot() -> None:
     with pytest.raises(PublicationStale):
         scene.publish(5)
     assert scene.grant(6).live
+
+
+def test_a_read_without_a_lease_counts_only_once_the_snapshot_has_named_its_publication() -> None:
+    """The publish may have been under way when the home that had released the publication ended."""
+    scene, digest = Scene(recovering=True), bytes(range(16))
+    scene.publish(1, hint_digest=digest)
+    scene.sources.begin_snapshot(P)
+    scene.publish(2, hint_digest=digest)
+    for number in (1, 2):
+        with pytest.raises(HomeRecovering):
+            scene.lessor.validate(ask(number), digest, done(0))
+    scene.sources.end_snapshot(P, 2)
+    with pytest.raises(BadReference):
+        scene.lessor.validate(ask(1), digest, done(0))
+    assert scene.lessor.validate(ask(2), digest, done(0)).verdict is Verdict.VALID
 
 
 def test_step_before_the_snapshot_waits_for_the_snapshot() -> None:
