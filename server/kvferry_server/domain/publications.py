@@ -174,8 +174,8 @@ class Lease:
 
     @property
     def size(self) -> int:
-        """Estimated bytes in memory."""
-        return LEASE_BYTES + REPORT_BYTES * len(self.reports)
+        """Estimated bytes in memory, with the reports of all participants: a report always has room."""
+        return lease_bytes(self.request.parties)
 
     @property
     def live(self) -> bool:
@@ -243,6 +243,11 @@ class Lease:
 
     def __str__(self) -> str:
         return f"lease {self.number}"
+
+
+def lease_bytes(parties: int) -> int:
+    """Estimate the bytes of a lease of this many participants."""
+    return LEASE_BYTES + REPORT_BYTES * parties
 
 
 def given_up(what: str, engine_id: str, number: int) -> NotPublished:
