@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import sys
 import threading
 from concurrent.futures import Future
@@ -123,6 +124,9 @@ class EmbeddedServer(Closing):
         try:
             server = self._started.result()
         except BaseException:
+            # Interrupted, or not started; then the loop may be closed.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._closing.cancel)
             self._thread.join()
             raise
         self.addresses = server.addresses

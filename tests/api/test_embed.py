@@ -5,16 +5,19 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+import threading
 import typing
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 from pydantic import ByteSize
 
-from kvferry import ServerSettings
+from kvferry import ServerSettings, _embed
 from kvferry._embed import serve
 from kvferry.errors import KvferryError
 from kvferry_server.node.config import NodeConfig
+from kvferry_server.node.server import NodeServer
 from tests.support.node_servers import environment, serves
 
 
@@ -37,6 +40,25 @@ def test_several_servers_live_side_by_side_but_not_on_one_socket(tmp_path: Path)
         assert serves(first.address)
     with serve("", unix=path) as again:
         assert serves(again.address)
+
+
+def test_ctrl_c_while_a_server_starts_ends_the_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Interrupted(Future[NodeServer]):
+        def result(self, timeout: float | None = None) -> NodeServer:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(_embed, "Future", Interrupted)
+    caught: Future[object] = Future()
+
+    def start() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            serve("", unix=str(tmp_path / "node.sock"))
+        caught.set_result(None)
+
+    # On a thread, so that a server that goes on does not keep this test for ever.
+    threading.Thread(target=start, daemon=True).start()
+    caught.result(30.0)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from kvferry_server.domain.engine_publications import EnginePublications
 from kvferry_server.domain.identity import NOBODY, EngineRef, Names
 from kvferry_server.domain.limits import check_limit
 from kvferry_server.domain.publications import (
-    LEASE_BYTES,
     PUBLICATION_BYTES,
     Lease,
     PublicationOutcome,
     PublicationRecord,
     PublicationStage,
+    lease_bytes,
 )
 from kvferry_server.domain.reads import (
     LeaseRequest,
@@ -136,10 +136,8 @@ class Lessor:
             # One rank reads no more than all ranks of the source hold, whatever the reader reports.
             most = self._records.of_engine(lease.publication.source).bytes_of(lease.publication)
             reports = [report if report.bytes <= most else replace(report, bytes=most) for report in reports]
-        before = lease.size
         verdict = lease.add(reports)
         self._records.journal.reported(verdict, reader, lease)
-        self._memory.take(lease.publication.source, lease.size - before)
         if lease.live and lease.complete:
             done = all(report.outcome is RankOutcome.DONE for report in lease.reports.values())
             self._records.end_lease(lease, LeaseState.VALID if done else LeaseState.FAILED, now)
@@ -251,7 +249,7 @@ class Lessor:
         `LimitReached` if there is no room."""
         retry_after = self._times.ttl
         check_budget("leases", self._records.lease_budget, engine.source, retry_after)
-        size = LEASE_BYTES
+        size = lease_bytes(request.parties)
         if publication is not None:
             check_limit("reads", len(publication.reads), self._limits.reads, retry_after)
         else:

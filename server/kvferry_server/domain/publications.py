@@ -172,8 +172,8 @@ class Lease:
 
     @property
     def size(self) -> int:
-        """Estimated bytes in memory."""
-        return LEASE_BYTES + REPORT_BYTES * len(self.reports)
+        """Estimated bytes in memory, with the reports of all participants: a report always has room."""
+        return lease_bytes(self.request.parties)
 
     @property
     def live(self) -> bool:
@@ -240,6 +240,11 @@ class Lease:
 
     def __str__(self) -> str:
         return f"lease {self.number}"
+
+
+def lease_bytes(parties: int) -> int:
+    """Estimate the bytes of a lease of this many participants."""
+    return LEASE_BYTES + REPORT_BYTES * parties
 
 
 def ended(

@@ -41,6 +41,8 @@ from kvferry_server.domain.steps import check_step
 from kvferry_server.domain.times import RECOVERING_RETRY_AFTER
 from kvferry_server.domain.watch_feed import Process
 
+REPLACED = "was replaced by another incarnation"
+
 
 class _Retired:
     """Incarnations that ended for good, and are refused for `lasts` seconds, so that a delayed message cannot evict the
@@ -177,7 +179,7 @@ class Registry:
                 check_budget("engines", self._engines_by_host, host, self._times.engine_ttl)
             for other in replaced:
                 self._journal.engine("engine_replaced", other.ref, by=short(ref.incarnation), peer=host or UNIX_PEER)
-                self._forget(other)
+                self._forget(other, _restarted(other.ref, REPLACED, ref.incarnation.hex()))
                 self._retired.add(other.ref, now)
             engine = self._engines[ref] = Engine(ref, self._times)
             self._records.open(engine, secret)
@@ -209,10 +211,7 @@ class Registry:
         if engine is None:
             raise self._unknown(ref.engine_id)
         self._journal.engine("engine_evicted", ref, bad=True)
-        for feed in engine.feeds.values():
-            feed.evicted = True
-            self._records.changed(feed)
-        self._forget(engine)
+        self._forget(engine, _restarted(ref, "was evicted by an operator"))
         self._retired.add(ref, now)
 
     def retire(self, ref: EngineRef) -> None:
@@ -222,7 +221,7 @@ class Registry:
         engine = self.find(ref)
         self._retired.add(ref, now, engine.host)
         self._journal.engine("engine_retired", ref)
-        self._forget(engine, stopped=True)
+        self._forget(engine)
 
     def open_rank(self, ref: EngineRef, secret: bytes, rank: int, node: str = "") -> Engine:
         """Open the Watch of a rank's process, relayed by a node server at the address `node`; empty: a process of the
@@ -343,14 +342,20 @@ class Registry:
         engine.host = host
         self._memory.comes_from(engine.ref, host)
 
-    def _forget(self, engine: Engine, *, stopped: bool = False) -> None:
+    def _forget(self, engine: Engine, why: KvferryError | None = None) -> None:
+        """End an incarnation. Watches that its processes still have end with `why`: nothing would reach them any more.
+        None: its scheduler has stopped the incarnation, and its processes end by themselves."""
+        if why is not None:
+            for feed in engine.feeds.values():
+                feed.ended = why
+                self._records.changed(feed)
         del self._engines[engine.ref]
         self._comes_from(engine, "")
         registered = sum(registration.size for registration in engine.ranks.values())
         self._memory.give(engine.ref, registered + engine.feed_bytes)
         engine.end()
         # An engine that its scheduler has stopped keeps its memory as it is until its leases have ended.
-        reason = RevokeReason.ABORTED if stopped else RevokeReason.SOURCE_LOST
+        reason = RevokeReason.ABORTED if why is None else RevokeReason.SOURCE_LOST
         self._records.end_all(self._records.of_engine(engine.ref), reason)
 
     def _is_retired(self, ref: EngineRef) -> bool:
@@ -366,11 +371,10 @@ class Registry:
         return [engine for ref, engine in self._engines.items() if ref.engine_id == engine_id]
 
     def _restarted(self, ref: EngineRef) -> PeerRestarted:
-        others, incarnation = self._named(ref.engine_id), ref.incarnation.hex()
-        current = others[0].ref.incarnation.hex() if others else ""
-        how = "was replaced by another incarnation" if others else "was stopped, replaced, or evicted by an operator"
-        problem = f"{ref} {how}: it has to be started again"
-        return PeerRestarted(problem, engine_id=ref.engine_id, incarnation=incarnation, current=current)
+        others = self._named(ref.engine_id)
+        if others:
+            return _restarted(ref, REPLACED, others[0].ref.incarnation.hex())
+        return _restarted(ref, "was stopped, replaced, or evicted by an operator")
 
     def _unknown(self, engine_id: str) -> EngineUnknown | HomeRecovering:
         if self._recovering:
@@ -397,7 +401,13 @@ class Registry:
             self._journal.engine("engine_dead", engine.ref, bad=True, lost_s=now - engine.lost_at)
         elif engine.lost_at + engine_ttl + self._times.retire <= now:
             self._journal.engine("engine_forgotten", engine.ref)
-            self._forget(engine)
+            problem = f"this home has forgotten {engine.ref}, whose scheduler has been away for too long"
+            self._forget(engine, EngineUnknown(problem, engine_id=engine.ref.engine_id))
+
+
+def _restarted(ref: EngineRef, how: str, current: str = "") -> PeerRestarted:
+    problem = f"{ref} {how}: it has to be started again"
+    return PeerRestarted(problem, engine_id=ref.engine_id, incarnation=ref.incarnation.hex(), current=current)
 
 
 def check_secret(ref: EngineRef, secret: bytes) -> None:

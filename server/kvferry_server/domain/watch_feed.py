@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple, TypeAlias
 
+from kvferry.errors import KvferryError
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.publications import PublicationRecord
 
@@ -63,7 +64,7 @@ class Feed:
         self.sequence = 0  # Number of the last event, from 1; 0 before the first
         self.current_watch = 0  # Number of the Watch that the feed serves; older ones were taken over
         self.full_states = 0  # Watches, older ones included, that are being sent the full state
-        self.evicted = False  # An operator has evicted the engine; its Watches end
+        self.ended: KvferryError | None = None  # Why its Watches end: the home has forgotten the engine
         self._kept = kept
         self._dropped = 0
         self._events: dict[int, Numbered] = {}  # By number, in order

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TypeAlias
 
-from kvferry.errors import PeerRestarted, ServerDraining, WatchTakenOver
+from kvferry.errors import ServerDraining, WatchTakenOver
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.watch_feed import Feed, Numbered, Process
 from kvferry_server.home.home import EVENT_BYTES, Home
@@ -23,6 +23,7 @@ async def watch(
     Raises:
         WatchTakenOver: a newer Watch of the process has opened.
         PeerRestarted: the engine was replaced or evicted.
+        EngineUnknown: its scheduler has been away for so long that the home has forgotten the engine.
         ServerDraining: the node server ends, after the `draining` event; or it is draining and the process is new.
         KvferryError: all that `Home.open_watch` raises.
     """
@@ -62,7 +63,7 @@ async def watch(
                 await waker.wait()
     finally:
         # A stream that ended with the node server is no sign that its process ended.
-        if feed.current_watch == number and not home.stopping:
+        if feed.current_watch == number and feed.ended is None and not home.stopping:
             with home.turn():
                 home.close_watch(process)
 
@@ -88,10 +89,8 @@ async def _full_state(home: Home, feed: Feed, number: int) -> AsyncGenerator[Wat
 
 
 def _check_current(feed: Feed, number: int) -> None:
-    if feed.evicted:
-        ref = feed.process.engine
-        problem = f"{ref} was evicted by an operator: it has to be started again"
-        raise PeerRestarted(problem, engine_id=ref.engine_id, incarnation=ref.incarnation.hex(), current="")
+    if feed.ended is not None:
+        raise feed.ended
     if feed.current_watch != number:
         engine_id = feed.process.engine.engine_id
         raise WatchTakenOver(f"a newer Watch of the same process of {engine_id!r} took over", engine_id=engine_id)

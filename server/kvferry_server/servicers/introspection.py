@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import TypeVar
 
@@ -84,8 +82,8 @@ class Introspection(IntrospectionServicer):
         self._home = home
         self._call_limits = call_limits
         self._worker = worker
-        # Not on the worker thread: a tool's large plans must not delay handshakes.
-        self._planner = ThreadPoolExecutor(1, "kvferry-plan")
+        # Not the worker of geometries: a tool's large plans must not delay handshakes.
+        self._planner = Worker()
 
     async def GetServerInfo(self, request: ipb.GetServerInfoRequest, context: Context) -> ipb.GetServerInfoResponse:
         home = self._home
@@ -183,8 +181,9 @@ class Introspection(IntrospectionServicer):
 
     async def PlanRead(self, request: ipb.PlanReadRequest, context: Context) -> ipb.PlanReadResponse:
         """Plan a read without making it, for the ranks in the request; ranks that do not fit the answer are named."""
-        source = await self._geometry("source", request.source_engine_id, request, remote_host(context))
-        destination = await self._geometry("destination", request.destination_engine_id, request, remote_host(context))
+        host = remote_host(context)
+        source = await self._geometry("source", request.source_engine_id, request, host)
+        destination = await self._geometry("destination", request.destination_engine_id, request, host)
 
         caller_left = threading.Event()
 
@@ -212,7 +211,7 @@ class Introspection(IntrospectionServicer):
             return response
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._planner, answer)
+            return await self._planner.run(host, request.ByteSize(), answer)
         finally:
             # A thread cannot be cancelled, so it checks between ranks whether the call still waits.
             caller_left.set()

@@ -15,7 +15,7 @@ from kvferry_server.domain.budgets import Budget, MemoryBudget
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import Limits
-from kvferry_server.domain.publications import PublicationOutcome
+from kvferry_server.domain.publications import Lease, PublicationOutcome
 from kvferry_server.domain.reads import Verdict
 from kvferry_server.domain.records import Records
 from kvferry_server.domain.registry import Registry
@@ -227,12 +227,21 @@ def test_memory_that_was_taken_is_all_given_back() -> None:
     assert home.memory.used == 0
 
 
+def test_lease_has_the_memory_of_all_its_reports_from_the_start() -> None:
+    """Otherwise the holder of one reference could fill the home's memory far beyond its budget."""
+    scene, leases = Scene(limits=Limits(memory=4 << 20, engine_memory=64 << 10)), list[Lease]()
+    scene.publish(1)
+    flood(lambda number: leases.append(scene.grant(1, name=str(number), parties=4096)))
+    for lease in leases:
+        assert scene.report(lease, *range(4095)).verdict is Verdict.VALID
+    assert scene.records.memory.used <= 4 << 20
+
+
 @pytest.mark.parametrize("kind", ["publications", "runs", "waiting reads", "leases", "reports", "aborted", "skipped"])
 def test_memory_accounted_is_about_the_memory_used(kind: str) -> None:
     scene = Scene(limits=Limits(reads=10**6, waiting_reads=10**6))
     memory = scene.records.memory
     scene.publish(1)
-    lease = scene.grant(1, name="wide", parties=4096)
     before = memory.held(P)
     tracemalloc.start()
     try:
@@ -250,6 +259,7 @@ def test_memory_accounted_is_about_the_memory_used(kind: str) -> None:
             for number in range(1000):
                 scene.grant(1, name=str(number))
         elif kind == "reports":
+            lease = scene.grant(1, name="wide", parties=4096)
             for rank in range(4000):
                 scene.report(lease, rank)
         elif kind == "aborted":

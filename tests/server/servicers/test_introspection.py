@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,11 +21,13 @@ from kvferry.errors import (
     PeerRestarted,
 )
 from kvferry.geometry import EngineGeometry, RankGeometry
+from kvferry.planner.plan import ReadPlan, plan_read
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.limits import MAX_RANK_BYTES
-from kvferry_server.servicers import paging
+from kvferry_server.servicers import introspection, paging
+from kvferry_server.servicers.callers import Context
 from tests.server.servicers.registrations import of_size
 from tests.support.node_in_process import ADVERTISE, TIMEOUT, Node, proto, raised, read_done
 from tests.support.parties import FULL, P2, TIMES, D, E, P, rank_geometry, read_id, start
@@ -273,6 +278,32 @@ async def test_plans_that_are_impossible_are_refused(node: Node) -> None:
     ]
     for request, expected in cases:
         assert isinstance(await raised(node.introspection.PlanRead(request, timeout=TIMEOUT)), expected), request
+
+
+async def test_hosts_take_turns_on_plans(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, planned, go_on = list[str](), list[str](), threading.Event()
+
+    def host_of(context: Context) -> str:
+        asked.append(str(dict(context.invocation_metadata() or ())["host"]))
+        return asked[-1]
+
+    def plan(source: EngineGeometry, destination: EngineGeometry, rank: int) -> ReadPlan:
+        go_on.wait(TIMEOUT)
+        planned.append(destination.engine_id)
+        return plan_read(source, destination, rank)
+
+    monkeypatch.setattr(introspection, "remote_host", host_of)
+    monkeypatch.setattr(introspection, "plan_read", plan)
+    source, calls = engine_to_proto(engine("s", 1)), list[Any]()
+    for host in ("greedy", "greedy", "greedy", "other"):
+        request = ipb.PlanReadRequest(source_geometry=source, destination_geometry=engine_to_proto(engine(host, 1)))
+        calls.append(node.introspection.PlanRead(request, timeout=TIMEOUT, metadata=(("host", host),)))
+        while len(asked) < len(calls):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    go_on.set()
+    for call in calls:
+        await call
+    assert planned == ["greedy", "greedy", "other", "greedy"]
 
 
 async def test_server_info_has_identity_limits_and_capabilities(node: Node) -> None:

@@ -11,6 +11,7 @@ from kvferry._clock import from_duration
 from kvferry.errors import (
     EngineIdInUse,
     EngineIncomplete,
+    EngineUnknown,
     HomeRecovering,
     InvalidField,
     PeerRestarted,
@@ -152,6 +153,34 @@ async def test_lost_rank_is_sent_to_the_scheduler_and_makes_the_engine_unreadabl
     # The engine is readable again once the rank has registered.
     await node.register(1, 2)
     await node.handshake()
+
+
+async def test_ranks_of_a_forgotten_engine_come_back_with_its_scheduler(node: Node) -> None:
+    """Otherwise they would keep Watches that nobody serves, and the engine would lack them for ever."""
+    watch = await node.open_engine()
+    await node.register()
+    rank = Watch(node, role=pb.WATCH_ROLE_RANK)
+    assert await rank.kinds(2) == ["opened", "synced"]
+    await node.leaves(watch)
+    node.pass_by(TIMES.engine_ttl)
+    node.pass_by(TIMES.retire)
+    assert isinstance(await raised(rank.next()), EngineUnknown)
+    await node.open_engine()
+    again = Watch(node, role=pb.WATCH_ROLE_RANK)
+    await again.next()
+    assert (await again.next()).synced.need_resync
+
+
+async def test_watches_of_the_ranks_of_a_replaced_engine_end(node: Node) -> None:
+    watch = await node.open_engine()
+    rank = Watch(node, role=pb.WATCH_ROLE_RANK)
+    assert await rank.kinds(2) == ["opened", "synced"]
+    await node.leaves(watch)
+    node.pass_by(TIMES.engine_ttl)
+    await node.open_engine(P2)
+    error = await raised(rank.next())
+    assert isinstance(error, PeerRestarted)
+    assert error.values["current"] == P2.incarnation.hex()
 
 
 @pytest.mark.parametrize("left", [True, False])
