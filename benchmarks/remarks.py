@@ -57,9 +57,8 @@ REMARKS = {
     "lease": "not taken apart here.",
     "idle": "not taken apart here.",
     "first": "not taken apart here.",
-    "vllm": "at TP 1 to 1, NixlConnector's fastest requests were about 5 ms faster than kvferry's, whatever their "
-    "length: kvferry asks the home for a lease before the bytes move and for its verdict after, where NixlConnector "
-    "reads at once. Its other requests scatter more.",
+    "vllm": "at TP 1 to 1, NixlConnector's fastest requests were faster than kvferry's, whatever their length: it asks "
+    "nobody whether the blocks still count. Its other requests scatter more.",
     "vllm concurrent": "the table of its page has vLLM's own step, which computes the first token: its attention reads "
     "the whole prompt, however its blocks have come there.",
 }
