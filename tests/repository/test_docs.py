@@ -83,6 +83,20 @@ def test_cited_paths_exist(document: str) -> None:
     assert sorted(path for path in cited if not (ROOT / path).exists() and path not in MADE) == []
 
 
+def test_modules_of_the_architecture_define_the_names_in_brackets() -> None:
+    wrong = []
+    for module, names in re.findall(r"`(\w+/[\w/]+)` \(([^)]*)\)", text_of("docs/architecture.md")):
+        paths = [ROOT / package / f"{module}.py" for package in ("client/kvferry", "server/kvferry_server")]
+        code = "".join(path.read_text() for path in paths if path.exists())
+        wrong += [f"{module}: {name}" for name in re.findall(r"`(\w+)`", names) if not re.search(rf"\b{name}\b", code)]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_merges_are_finished(document: str) -> None:
+    assert not re.search(r"^(<{7}|={7}|>{7})", text_of(document), re.MULTILINE)
+
+
 @pytest.mark.parametrize("document", [name for name in DOCUMENTS if snippets(name)])
 def test_snippets_are_python_and_import_existing_names(document: str) -> None:
     for snippet in snippets(document):
