@@ -210,7 +210,7 @@ class GroupPart:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Piece:
     """A rank's part of one component of one layer. `along` has the number of steps along each counted axis of the
-    memory (`AXES`), and the names of layer, tensor and component: pieces with the same name lie together."""
+    memory (`ORDER`), and the names of layer, tensor and component: pieces with the same name lie together."""
 
     component: Component
     along: Mapping[str, Any]

@@ -26,7 +26,7 @@ DTYPE_BYTES = {
 }
 """Bytes of one element."""
 
-AXES = ("layer", "block", "page", "tensor", "component", "unit", "token")
+ORDER = ("layer", "block", "page", "tensor", "component", "unit", "token")
 """The axes of a group's memory. Layers, tensors and components may differ in size; the others are counted."""
 
 
@@ -46,8 +46,8 @@ def _whole_order(order: list[str]) -> list[str]:
         if absent not in order and neighbour in order:
             place = order.index(neighbour) + after
             order = [*order[:place], absent, *order[place:]]
-    if sorted(order) != sorted(AXES):
-        raise ValueError(f"each of {', '.join(AXES)} once, outermost first (page and tensor may be left out)")
+    if sorted(order) != sorted(ORDER):
+        raise ValueError(f"each of {', '.join(ORDER)} once, outermost first (page and tensor may be left out)")
     return order
 
 
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     Span: TypeAlias = Interval
     Ratio: TypeAlias = Fraction | int
 else:
-    Dtype, Axis = Literal[tuple(DTYPE_BYTES)], Literal[AXES]
+    Dtype, Axis = Literal[tuple(DTYPE_BYTES)], Literal[ORDER]
     Span = Annotated[tuple[Index, Index], Strict(False), AfterValidator(_interval)]
     Ratio = Annotated[Positive | Annotated[tuple[Positive, Positive], Strict(False)], AfterValidator(_ratio)]
 
