@@ -134,6 +134,9 @@ class PlayedHome:
                 self.answered.append(report.answered)
                 self.say("report")
 
+    def reports_first(self, request: AcquireRequest, lease: ReaderLease) -> bool:
+        return True
+
     def drop(self, granted: Acquired) -> None:
         self.say("drop")
 

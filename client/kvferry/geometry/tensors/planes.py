@@ -255,7 +255,7 @@ def opaque_planes(
     for index, offset in enumerate(offsets):
         name = component if len(offsets) == 1 else f"{component}.{index}"
         moved = replace(cells, address=cells.address + offset)
-        found += planes_of_tensor(moved, ("block", "unit", "token", "content"), group, layer, (name,), holding)
+        found += planes_of_tensor(moved, ("block", "unit", "token", "content"), group, [layer], (name,), holding)
     return tuple(found)
 
 
