@@ -11,6 +11,7 @@ import pytest
 
 from kvferry import Blocks, EngineSpec, Group, IntegrityOptions, Prompt, Publication, Read, parse_reference
 from kvferry._cache import runtime_of
+from kvferry._control.acquisition import Acquired, Acquisition
 from kvferry._reads.leased_reads import LeasedReads
 from kvferry._wire.reference import MAX_HINT_BLOCKS, MAX_LENGTH, format_reference
 from kvferry.engine import SchedulerPort
@@ -18,6 +19,7 @@ from kvferry.engine.values import RankEnd, WorkerOutput
 from kvferry.errors import (
     BadReference,
     KvferryError,
+    NotAllowed,
     PeerRestarted,
     PromptMismatch,
     PublicationAborted,
@@ -375,6 +377,21 @@ def test_a_read_ends_with_its_lease_although_its_home_is_away(pair: Pair) -> Non
         for _ in range(10):
             pair.fabric.advance(5.0)
         assert isinstance(read.exception(SOON), TransferExpired)
+
+
+def test_a_read_whose_lease_is_refused_ends_with_the_refusal(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that begins with a lease: its user has to learn what to change."""
+
+    async def refused(_: Acquisition) -> Acquired:
+        raise NotAllowed("this identity may not read")
+
+    publication = pair.publish()
+    with pair.fabric.hold_reads() as held:
+        read = pair.cache.read(publication.reference, {"full": Blocks([7])}, timeout=1000.0)
+        held.wait(1, SOON)
+        monkeypatch.setattr(Acquisition, "first", refused)
+        pair.fabric.advance(1.0)
+        assert isinstance(read.exception(SOON), NotAllowed)
 
 
 def test_a_read_expires_whose_home_stays_away(pair: Pair) -> None:

@@ -315,12 +315,13 @@ class LeasedReads(Generic[SomeRead]):
     def _not_leased(self, read: SomeRead, error: KvferryError | None) -> None:
         """End a read from a hint that needs a lease and gets none. `error` is None if its home was not heard."""
         with self.lock:
-            if (read.stage is ReadStage.GRANTED and error is not None) or (
-                read.stage in BEGUN and isinstance(error, TransferError)
-            ):
-                self.fail(read, error)
-            elif read.stage in BEGUN:
-                self.fail(read, _uncovered(read, "its home was not heard" if error is None else error.message))
+            if read.stage not in BEGUN:
+                return
+            if error is None:
+                error = _uncovered(read, "its home was not heard")
+            elif read.stage is ReadStage.READING and error.retryable and not isinstance(error, TransferError):
+                error = _uncovered(read, error.message)
+            self.fail(read, error)
 
     def _end_lease(self, read: SomeRead, acquired: Acquired, *, reported: bool) -> None:
         if reported:
