@@ -32,12 +32,16 @@ class Keeper:
             world.close()
 
 
+def kept(folders: pytest.TempPathFactory, *, optimistic: bool) -> Iterator[Keeper]:
+    made = Keeper(folders, optimistic=optimistic)
+    yield made
+    made.close()
+
+
 @pytest.fixture(scope="package")
 def keeper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keeper]:
     """Of the one world that most scenarios happen in, one after the other."""
-    made = Keeper(tmp_path_factory, optimistic=False)
-    yield made
-    made.close()
+    yield from kept(tmp_path_factory, optimistic=False)
 
 
 @pytest.fixture
@@ -48,9 +52,7 @@ def world(keeper: Keeper) -> World:
 
 @pytest.fixture(scope="package")
 def optimistic_keeper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keeper]:
-    made = Keeper(tmp_path_factory, optimistic=True)
-    yield made
-    made.close()
+    yield from kept(tmp_path_factory, optimistic=True)
 
 
 @pytest.fixture

@@ -265,24 +265,26 @@ class LeasedReads(Generic[SomeRead]):
 
     async def _lead_hinted(self, read: SomeRead) -> None:
         """Take a read with the blocks of a hint to its verdict."""
-        leasing = list[asyncio.Task[None]]()
-        timer = self._loop.at(self._loop.now() + LEASE_AFTER, lambda: leasing.append(self._begin_lease(read)))
         reported = False
         try:
-            ended = await self._all_ended(read)
-            timer.cancel()
-            for task in leasing:
-                task.cancel()
-            if ended and read.acquired is not None:
+            if await self._all_ended_beside_lease(read) and read.acquired is not None:
                 self._report_soon(read, read.acquired)
                 reported = True
                 await self._conclude(read, read.acquired)
         finally:
+            if read.acquired is not None and not read.acquired.hinted:
+                self._end_lease(read, read.acquired, reported=reported)
+
+    async def _all_ended_beside_lease(self, read: SomeRead) -> bool:
+        """As `_all_ended`; meanwhile a read that takes long gets a lease."""
+        leasing = list[asyncio.Task[None]]()
+        timer = self._loop.at(self._loop.now() + LEASE_AFTER, lambda: leasing.append(self._begin_lease(read)))
+        try:
+            return await self._all_ended(read)
+        finally:
             timer.cancel()
             for task in leasing:
                 task.cancel()
-            if read.acquired is not None and not read.acquired.hinted:
-                self._end_lease(read, read.acquired, reported=reported)
 
     def _begin_lease(self, read: SomeRead) -> asyncio.Task[None]:
         return self._loop.spawn(self._lease(read), f"the lease of read {read.read_id}")
