@@ -394,6 +394,18 @@ def test_a_read_whose_lease_is_refused_ends_with_the_refusal(pair: Pair, monkeyp
         assert isinstance(read.exception(SOON), NotAllowed)
 
 
+def test_a_read_expires_whose_publication_ends_before_its_lease(pair: Pair) -> None:
+    """As one whose publication ends before its last byte: whether it needs a lease is a question of time only."""
+    publication = pair.publish()
+    with pair.fabric.hold_reads() as held:
+        read = pair.cache.read(publication.reference, {"full": Blocks([7])}, timeout=1000.0)
+        held.wait(1, SOON)
+        pair.session.abort(publication)
+        assert pair.session.released(timeout=SOON)
+        pair.fabric.advance(1.0)
+    assert isinstance(read.exception(SOON), TransferExpired)
+
+
 def test_a_read_expires_whose_home_stays_away(pair: Pair) -> None:
     publication = pair.publish()
     with pair.fabric.hold_reads() as held:

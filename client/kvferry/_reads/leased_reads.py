@@ -33,6 +33,7 @@ from kvferry.errors import (
     BadReference,
     Closed,
     KvferryError,
+    NotFound,
     TransferCancelled,
     TransferError,
     TransferExpired,
@@ -321,7 +322,8 @@ class LeasedReads(Generic[SomeRead]):
                 return
             if error is None:
                 error = _uncovered(read, "its home was not heard")
-            elif read.stage is ReadStage.READING and error.retryable and not isinstance(error, TransferError):
+            elif read.stage is ReadStage.READING and (error.retryable or isinstance(error, NotFound)):
+                # As if the home had said so at the read's end.
                 error = _uncovered(read, error.message)
             self.fail(read, error)
 
