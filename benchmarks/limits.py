@@ -1,5 +1,5 @@
-"""What bounds goals that are missed: bare calls after a pause, hand-overs between threads, first contact with a source,
-and raw NIXL over TCP beside an engine's steps."""
+"""What bounds goals that are missed: bare calls after a pause, hand-overs between threads, what a read adds to its
+movement, first contact with a source, and raw NIXL over TCP beside an engine's steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
-from benchmarks.caches import Layout
+from benchmarks.caches import Ids, Layout
 from benchmarks.destinations import STEP_PAUSE, TIMEOUT, PortEngine, port_engine
 from benchmarks.echo_server import echo_server
 from benchmarks.large_reads import LONG, Case, raw_actions, read
@@ -29,6 +29,12 @@ PAUSE = 0.005
 ECHO = "bare unary echo"
 PAUSED = "bare unary echo, after a pause of 5 ms"
 HANDED = "to another thread and back, after a pause of 5 ms"
+
+LONG_PAUSE = 0.05
+"""Seconds in which the memory of a long read is written: what a benchmark of such reads does between two of them."""
+LONG_PAUSED = "bare unary echo, after a pause of 50 ms"
+ADDED = {mib: f"what a read of {mib} MiB adds to its movement, after a pause of 50 ms" for mib in (1, 16, 64, 256)}
+ADDED_REPEATS = 15
 
 LAYOUT = Layout(num_blocks=64)
 BLOCKS = 4
@@ -50,7 +56,12 @@ READ = "whole read over TCP, runs of 8 MiB"
 def run(effort: Effort = FULL) -> Topic:
     """Measure."""
     with node_server() as server:
-        measures = [*_calls(effort), *_first_contact(server.address, effort), *_over_tcp(server.address, effort)]
+        measures = [
+            *_calls(effort),
+            *_added(server.address, effort),
+            *_first_contact(server.address, effort),
+            *_over_tcp(server.address, effort),
+        ]
     return Topic("limits", "What bounds goals that are missed", tuple(measures))
 
 
@@ -60,6 +71,7 @@ def _calls(effort: Effort) -> list[Measure]:
         actions = {
             ECHO: Action(echo.unary()),
             PAUSED: Action(echo.unary(), prepare=_pause),
+            LONG_PAUSED: Action(echo.unary(), prepare=lambda: time.sleep(LONG_PAUSE)),
             HANDED: _to_the_loop_and_back(loop),
         }
         times = interleaved(actions, effort.repeats(CALLS))
@@ -91,16 +103,32 @@ def _to_the_loop_and_back(loop: Loop) -> Action:
     return Action(run, prepare=_pause)
 
 
+def _added(address: str, effort: Effort) -> list[Measure]:
+    """What reads of several sizes take beside their movement, each after the same pause; verified. A block is 1 MiB."""
+    added: dict[int, list[float]] = {mib: [] for mib in ADDED}
+    layout = LAYOUT if effort.smoke else LONG
+    with source(address, layout) as made, port_engine(address, layout) as engine:
+        for repeat in range(1 + effort.repeats(ADDED_REPEATS)):
+            for mib, found in added.items():
+                ids = np.arange(1 if effort.smoke else mib, dtype=np.int32)
+                time.sleep(LONG_PAUSE)
+                whole, times = _read(engine, made, ids)
+                if repeat:
+                    found.append(whole - times.move)
+    return [Measure.of(ADDED[mib], "s", found, LONG_PAUSED) for mib, found in added.items()]
+
+
 def _first_contact(address: str, effort: Effort) -> list[Measure]:
     """First reads from several sources by one process, beside its last ones from each."""
     steady: list[float] = []
     first: list[tuple[float, ReadTimes]] = []
+    ids = np.arange(BLOCKS, dtype=np.int32)
     with port_engine(address, LAYOUT) as engine, ExitStack() as sources:
         # The first makes the agents, and does not count where there are others.
         for _ in range(effort.size(1 + SOURCES, 1)):
             made = sources.enter_context(source(address, LAYOUT))
-            first.append(_read(engine, made))
-            steady.append([_read(engine, made)[0] for _ in range(effort.size(STEADY_READS, 1))][-1])
+            first.append(_read(engine, made, ids))
+            steady.append([_read(engine, made, ids)[0] for _ in range(effort.size(STEADY_READS, 1))][-1])
     steady, first = steady[-SOURCES:], first[-SOURCES:]
     return [
         Measure.of(STEADY, "s", steady),
@@ -110,9 +138,8 @@ def _first_contact(address: str, effort: Effort) -> list[Measure]:
     ]
 
 
-def _read(engine: PortEngine, made: Source) -> tuple[float, ReadTimes]:
+def _read(engine: PortEngine, made: Source, ids: Ids) -> tuple[float, ReadTimes]:
     """A read, verified; its seconds, and those of its stages."""
-    ids = np.arange(BLOCKS, dtype=np.int32)
     engine.memory.poison(ids)
     reference = made.publish(ids.tolist()).reference
     began = time.perf_counter()

@@ -57,8 +57,9 @@ REMARKS = {
     "lease": "not taken apart here.",
     "idle": "not taken apart here.",
     "first": "not taken apart here.",
-    "vllm": "at TP 1 to 1, NixlConnector's fastest requests were faster than kvferry's, whatever their length: it asks "
-    "nobody whether the blocks still count. Its other requests scatter more.",
+    "vllm": "NixlConnector's fastest requests were faster than kvferry's at TP 1 to 1, and the longest also at TP 2 to "
+    "1: it asks nobody whether the blocks still count. Its other requests scatter more: each of its idle agents takes "
+    "a core, and there were two cores; at TP 2 to 1 it has three agents.",
     "vllm concurrent": "the table of its page has vLLM's own step, which computes the first token: its attention reads "
     "the whole prompt, however its blocks have come there.",
 }

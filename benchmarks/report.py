@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks import breakdown, model, vllm_concurrent_goals, vllm_goals
 from benchmarks.goals import GOALS
 from benchmarks.handshakes import RANKS
-from benchmarks.limits import ALONE, BESIDE, CONNECTING, HANDED, HANDSHAKE, MET, PAUSED, READ
+from benchmarks.limits import ADDED, ALONE, BESIDE, CONNECTING, HANDED, HANDSHAKE, LONG_PAUSED, MET, PAUSED, READ
 from benchmarks.pages import HUGE, SMALL
 from benchmarks.remarks import REMARKS
 from benchmarks.results import RESULTS, Results, shown
@@ -92,6 +92,9 @@ def performance(results: Results) -> str:
         "workers": breakdown.workers(results).lines(),
         "mooncake": breakdown.beside_mooncake(results).lines(),
         "paused": f"{results.ratio('limits', PAUSED):.2f}",
+        "long paused": f"{results.ratio('limits', LONG_PAUSED):.2f}",
+        "added short": _time(results, "limits", ADDED[1]),
+        "added long": _time(results, "limits", ADDED[256]),
         "paused call": _time(results, "limits", PAUSED),
         "handed": _time(results, "limits", HANDED),
         "handed echoes": f"{results.ratio('limits', HANDED):.2f}",
