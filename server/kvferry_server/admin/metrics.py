@@ -23,20 +23,8 @@ from kvferry._exposition import family
 from kvferry.stats import Metric, metrics_of
 from kvferry_server.admin.node_state import CallCounts, LoopLag, NodeState
 from kvferry_server.domain.budgets import Budget
-from kvferry_server.domain.engine import Engine
+from kvferry_server.domain.engine import STATES
 from kvferry_server.domain.journal import LIVE, Journal
-
-ENGINE_STATES = ("ready", "incomplete", "lost", "dead")
-
-
-def engine_state(engine: Engine) -> str:
-    """Return one of `ENGINE_STATES`."""
-    if engine.dead:
-        return "dead"
-    if engine.lost_at is not None:
-        return "lost"
-    return "incomplete" if engine.num_missing or engine.first is None else "ready"
-
 
 Value: TypeAlias = Callable[[NodeState], Any]
 """Computes the value of a metric: a number, or numbers by the values of the labels. None: the metric is left out."""
@@ -134,7 +122,7 @@ METRICS: tuple[Row, ...] = (
     _gauge("start_time_seconds", "When the node server started.", lambda node: node.started_at),
     _gauge("ready", "1 if the node server takes new work.", lambda node: not node.why_not_ready()),
     _gauge("draining", "1 if the node server drains.", lambda node: node.home.draining),
-    _gauge("engines", "Engines.", lambda node: Counter(map(engine_state, node.engines)), state=ENGINE_STATES),
+    _gauge("engines", "Engines.", lambda node: Counter(one.state for one in node.engines), state=STATES),
     _gauge("ranks", "Ranks of engines that are not dead.", _ranks, state=("registered", "missing")),
     _gauge(
         "watches",

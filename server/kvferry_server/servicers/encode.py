@@ -104,14 +104,10 @@ def request_state(publication: PublicationRecord) -> ipb.RequestState.ValueType:
 
 def engine_summary(engine: Engine, publications: int, leases: int) -> ipb.EngineSummary:
     """Encode the summary of an engine; `publications` are the unreleased ones, `leases` the live ones."""
-    state = ipb.ENGINE_STATE_READY
-    if engine.lost_at is not None:
-        state = ipb.ENGINE_STATE_LOST
-    elif engine.num_missing or engine.first is None:
-        state = ipb.ENGINE_STATE_INCOMPLETE
     return ipb.EngineSummary(
         engine=engine_ref(engine.ref),
-        state=state,
+        # A dead engine is neither listed nor found.
+        state=ipb.EngineState.Value(f"ENGINE_STATE_{engine.state.upper()}"),
         num_ranks=engine.num_ranks,
         missing_ranks=engine.missing_ranks(MAX_NAMED_RANKS),
         num_missing=engine.num_missing,

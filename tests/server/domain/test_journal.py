@@ -91,7 +91,7 @@ def test_last_hundred_reads_are_kept() -> None:
     assert [read.publication for read in kept] == list(range(31, LAST_READS + 31))
     scene.wait(1000)
     assert len(kept) == LAST_READS
-    assert {read.state for read in kept} == {LeaseState.VALID}
+    assert {read.state for read in kept} == {"valid"}
 
 
 def test_expired_lease_is_logged_as_a_warning_with_its_ids(caplog: pytest.LogCaptureFixture) -> None:
