@@ -8,7 +8,6 @@ from kvferry._wire.version import OURS_ENCODED
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.engine_description import embedded
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NAMED_RANKS
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
@@ -55,7 +54,7 @@ def read_answer(epoch: bytes, read: ReadAnswer, values: Times, now: float) -> by
     for step in publication.steps[read.next_step : read.next_step + READ_STEPS]:
         if room <= 0:
             break
-        steps.append(embedded(pb.ReadBlocksResponse.BLOCKS_FIELD_NUMBER, step.encoded))
+        steps.append(step.encoded)
         room -= len(step.encoded)
     if read.next_step + len(steps) == len(publication.steps):
         if publication.complete:
