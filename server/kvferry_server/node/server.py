@@ -293,7 +293,7 @@ class NodeServer:
         limits = {name: getattr(config, name) for name in ("max_calls", "max_streams", "max_connections")}
         requests = Requests(self._worker, self.home.time_slices)
         traced = untraced if self._tracing is None else self._tracing.traced
-        guard = Guard(config.call_limits, access, requests, state.calls, traced)
+        guard = Guard(config.max_calls, config.max_streams, access, requests, state.calls, traced)
 
         def add_services(server: Any) -> None:
             add_servicers(server, self.home, relays, self._worker, names, drain=self.drain, call_limits=limits)
