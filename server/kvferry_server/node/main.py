@@ -159,7 +159,6 @@ def _run(loaded: Loaded, native: NativeLog, notes: Iterable[str], *, verbose: bo
 
 
 async def _serve(loaded: Loaded, native: NativeLog) -> None:
-    from kvferry_server.domain.event_log import FIELDS
     from kvferry_server.node.connections import raise_file_limit
     from kvferry_server.node.limits import DRAIN_STREAMS, STOP_MARGIN
     from kvferry_server.node.server import NodeServer
@@ -208,7 +207,7 @@ async def _serve(loaded: Loaded, native: NativeLog) -> None:
     line = "kvferryd %(version)s ready: listens on %(addresses)s, advertises %(advertise)s, epoch %(epoch)s"
     line += ", admin %(admin)s" if server.admin else ""
     # Passed to the handlers directly, so that it appears at every log level, and as an info message.
-    fields = {FIELDS: {"event": "ready", **told}}
+    fields = {"event": "ready", **told}
     logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, line, (told,), None, extra=fields))
     ready = ("READY=1", f"STATUS=listens on {told['addresses']}")
     _tell_systemd(*ready)
