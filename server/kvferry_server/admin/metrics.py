@@ -1,6 +1,6 @@
 """The metrics of a node server.
 
-Counts of events are fields of the home's `Journal`, of `CallCounts` or of `LoopLag`. Values that are computed at a
+Counts of events are fields of the home's `Journal`, of `CallCounts` or of `NodeState`. Values that are computed at a
 scrape are rows here, with their functions. `METRICS` has all: the exposition and docs/monitoring.md are made from it.
 
 Labels are states, reasons, methods and the like, which this code fixes: no label has an engine, a request or a host, so
@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 import kvferry
 from kvferry._exposition import family
 from kvferry.stats import Metric, metrics_of
-from kvferry_server.admin.node_state import CallCounts, LoopLag, NodeState
+from kvferry_server.admin.node_state import CallCounts, NodeState
 from kvferry_server.domain.budgets import Budget
 from kvferry_server.domain.engine import STATES
 from kvferry_server.domain.journal import LIVE, Journal
@@ -170,7 +170,7 @@ METRICS: tuple[Row, ...] = (
         lambda node: {one.name: (node.connections.get(one.name, 0), one.max_connections) for one in node.listeners},
         listener=(),
     ),
-    *_counted(LoopLag, lambda node: node.lag),
+    *_counted(NodeState, lambda node: node),
     _gauge("relayed_homes", "Homes to which the node server relays ranks.", lambda node: node.relays.num_homes),
     (
         Metric("counter", "kvferry_tls_handshakes", "Connections whose TLS handshake has begun. Only with TLS."),

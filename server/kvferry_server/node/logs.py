@@ -19,7 +19,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 
-from kvferry_server.domain.clock import BootClock
+from kvferry_server.domain.clock import BOOT
 from kvferry_server.domain.event_log import EventLog
 
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != 9} | {
@@ -131,7 +131,7 @@ class NativeLog:
         faulthandler.disable()
 
     def _read(self, verbose: bool) -> None:
-        events = EventLog(BootClock())
+        events = EventLog(BOOT)
         rest, cut = b"", False
         while got := self._reading.recv(1 << 16, socket.MSG_PEEK):
             *lines, rest = (rest + got).split(b"\n")
