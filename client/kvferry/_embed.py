@@ -83,15 +83,13 @@ def serve(listen: str = "127.0.0.1:0", *, unix: str = "", **settings: Unpack[Ser
         ImportError: the extra ``server`` is not installed.
         KvferryError: a setting is wrong, or an address cannot be used.
     """
-    from kvferry_server.node.main import EXTRA
-
     try:
         import uvloop
 
         from kvferry_server.node.loading import configure
         from kvferry_server.node.server import NodeServer
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in EXTRA:
+        if error.name is None or error.name.startswith("kvferry"):
             raise
         raise ImportError(
             f"kvferry.serve() needs {error.name}. Install the server with: pip install 'kvferry[server]'",

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 import kvferry
-from kvferry._cli.render import duration, enum_name, ranges, read_state, safe
+from kvferry._cli.render import safe
+from kvferry._summaries import duration, enum_name, ranges, read_state
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.support.command_line import run_kvferry

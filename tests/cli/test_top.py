@@ -20,8 +20,10 @@ from typing import Any
 import pytest
 
 from kvferry._cli.render import console
-from kvferry._cli.top import ListedRead, Look, Peers, Screen, busiest, newest
-from kvferry._clock import now
+from kvferry._cli.top import Look, Peers, Screen, busiest, newest
+from kvferry._clock import now, to_duration
+from kvferry.v1 import introspection_pb2 as ipb
+from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.cli.conftest import READER, SOURCE, Run, Stage
 from tests.support.command_line import run_kvferry
 from tests.support.node_servers import Kvferryd, NodeServerProcess, environment
@@ -126,9 +128,9 @@ def test_top_prints_one_look_as_json(kvferry: Run, stage: Stage) -> None:
         }
     ]
     (read,) = found["transfers"]
-    assert (read["publication"], read["request_id"], read["state"]) == (7, "cmpl-7", "reading")
-    assert (read["reported"], read["parties"], read["bytes"]) == (1, 4, 150_000)
-    assert read["remaining"] > 0
+    assert (read["server"], read["publication"], read["request_id"]) == (stage.server.address, "7", "cmpl-7")
+    assert (read["read"]["reported"], read["read"]["parties"], read["read"]["bytes"]) == (1, 4, "150000")
+    assert read["lease_remaining"] > "0"
 
 
 def test_top_prints_one_look_as_lines(kvferry: Run, stage: Stage) -> None:
@@ -237,8 +239,20 @@ def test_output_may_be_closed_early(empty: Kvferryd) -> None:
 # Many reads, without a server.
 
 
-def read_of(number: int, size: int = 0, remaining: float = 10.0) -> ListedRead:
-    return ListedRead("s", "prefill", number, f"request {number}", "decode", number, "reading", 0, 1, size, remaining)
+def read_of(number: int, size: int = 0, remaining: float = 10.0) -> ipb.TransferSummary:
+    return ipb.TransferSummary(
+        source=pb.EngineRef(engine_id="prefill"),
+        publication=number,
+        request_id=f"request {number}",
+        read=pb.ReadSummary(
+            reader=pb.EngineRef(engine_id="decode"),
+            lease_number=number,
+            state=pb.READ_STATE_READING,
+            parties=1,
+            bytes=size,
+        ),
+        lease_remaining=to_duration(remaining),
+    )
 
 
 def drawn(looks: list[Look], height: int) -> list[str]:
@@ -250,12 +264,12 @@ def drawn(looks: list[Look], height: int) -> list[str]:
 
 
 def test_read_that_waits_under_a_router_key_is_shown_as_live() -> None:
-    waiting = ListedRead("s", "prefill", 0, "", "decode", 0, "waiting", 0, 1, 0, 0.0, "room-7")
+    waiting = ipb.TransferSummary(router_key="room-7", waited=to_duration(3.0))
     look = Look("s", engines=2, leases=1, transfers=[read_of(1, remaining=0.0), waiting, read_of(2)], whole=True)
-    assert [read.publication for read in newest([look])] == [2, 0, 1]
+    assert [read.publication for _, read in newest([look])] == [2, 0, 1]
     text = "\n".join(drawn([look], 30))
     assert "router key room-7" in text
-    assert "no lease" in text
+    assert "waits for 3.0 s" in text
 
 
 def test_reads_in_thousands_are_cut_to_the_largest_and_newest_with_the_number_of_the_others() -> None:
@@ -264,7 +278,7 @@ def test_reads_in_thousands_are_cut_to_the_largest_and_newest_with_the_number_of
     look = Look(
         "s", engines=2, leases=9000, transfers=reads, whole=False, peers=[Peers("prefill", "decode", 5000, rate=3.0)]
     )
-    assert [read.publication for read in newest([look])[:3]] == [17, 4999, 4998]
+    assert [read.publication for _, read in newest([look])[:3]] == [17, 4999, 4998]
     lines = drawn([look], 30)
     assert len(lines) <= 30
     text = "\n".join(lines)

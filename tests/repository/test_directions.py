@@ -32,6 +32,7 @@ SMALL = {
     "host_memory",
     "stats",
     "_exposition",
+    "_summaries",
     "_tracing",
 }
 """Single modules, each with its rule in `MAY_IMPORT`."""
@@ -60,6 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_transport": {*BASE, "stats", "geometry", "planner", "_memory"},
     "_wire": {*BASE, "geometry", "planner", "_prompt", "v1"},
     "_directory": {*BASE, "_wire"},
+    "_summaries": {"_clock", "_wire", "v1"},
     "_control": {
         *BASE,
         "_loop",
@@ -131,7 +133,15 @@ needs none, so engines are not among them."""
 RUN_A_HOME = {"_embed", "testing"}
 """What may import the server: nothing that an engine runs in production."""
 HEAVY = {"grpc", "nixl", "torch", "asyncio", "threading", "google"}
-OF_THE_SDK = (PURE - {"_engine_spec"}) | {"_wire", "_directory", "_clock", "_exposition", "_tracing", "v1"}
+OF_THE_SDK = (PURE - {"_engine_spec"}) | {
+    "_wire",
+    "_directory",
+    "_clock",
+    "_exposition",
+    "_summaries",
+    "_tracing",
+    "v1",
+}
 """What the server may use of it."""
 SERVER_RULES = {
     "domain": set[str](),

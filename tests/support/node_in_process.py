@@ -31,7 +31,6 @@ from kvferry_server.domain.watch_feed import Process
 from kvferry_server.home.home import Home
 from kvferry_server.node.grpc_server import make_server
 from kvferry_server.node.guard import Guard
-from kvferry_server.node.limits import CallLimits
 from kvferry_server.node.requests import Requests
 from kvferry_server.servicers import add_servicers
 from kvferry_server.servicers.access import TRUSTED
@@ -173,7 +172,7 @@ async def running(directory: Path, limits: Limits | None = None, *, new: bool = 
         clock.pass_by(1000)
     worker, relays = Worker(), Relays(ADVERTISE, None, anywhere=False)
     server = make_server(
-        Guard(CallLimits(), TRUSTED, Requests(worker, home.time_slices)),
+        Guard(1024, 8192, TRUSTED, Requests(worker, home.time_slices)),
         SERVER_OPTIONS,
         lambda server: add_servicers(server, home, relays, worker),
     )

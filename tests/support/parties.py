@@ -91,7 +91,7 @@ def offer(number: int = 1, step: int = 0, **changes: Any) -> PublicationStep:
     if made.unfinished is not None:
         begun = map(runs_to_proto, made.unfinished.groups)
         told.unfinished.CopyFrom(pb.Unfinished(groups=begun, layers=made.unfinished.layers))
-    return replace(made, encoded=told.SerializeToString())
+    return replace(made, encoded=pb.ReadBlocksResponse(blocks=[told]).SerializeToString())
 
 
 def ask(

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from kvferry._cli.connection import Node, with_connection
-from kvferry._cli.render import enum_name, lasting, safe
+from kvferry._cli.render import safe
+from kvferry._summaries import enum_name, lasting
 
 POLL = 0.5  # Seconds between two questions for the number of live leases
 

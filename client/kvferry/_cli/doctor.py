@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import sys
-import textwrap
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvferry._cli.connection import Connection, with_connection
-from kvferry._cli.render import safe
+from kvferry._cli.render import console, safe
 
 if TYPE_CHECKING:
     from kvferry._doctor.check import Finding
 
-STYLES = {
-    "problem": typer.colors.RED,
-    "warning": typer.colors.YELLOW,
-    "ok": typer.colors.GREEN,
-    "unknown": typer.colors.CYAN,
-}
-_MARGIN = " " * 9
+STYLES = {"problem": "bold red", "warning": "bold yellow", "ok": "bold green", "unknown": "bold cyan"}
+WIDTH = 120  # Most columns
 
 
 @with_connection
@@ -78,17 +71,16 @@ def doctor(
 
 
 def _show(check: str, finding: Finding) -> None:
-    word = f"{finding.level:<9}"
-    head = typer.style(word, fg=STYLES[finding.level], bold=True) if sys.stdout.isatty() else word
-    lines = _wrapped(f"{check}: {safe(finding.found)}")
-    print(head + lines[0].lstrip(), *lines[1:], sep="\n")
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table.grid()
+    shown.add_column(width=9)
+    shown.add_column()
+    shown.add_row(Text(finding.level, STYLES[finding.level]), Text(f"{check}: {safe(finding.found)}"))
     for text in (finding.means, f"To do: {safe(finding.do)}" if finding.do else ""):
         if text:
-            print(*_wrapped(text), sep="\n")
-
-
-def _wrapped(text: str) -> list[str]:
-    width = min(shutil.get_terminal_size((120, 24)).columns, 120) if sys.stdout.isatty() else 120
-    return textwrap.wrap(
-        text, width, initial_indent=_MARGIN, subsequent_indent=_MARGIN, break_long_words=False, break_on_hyphens=False
-    )
+            shown.add_row("", Text(text))
+    made = console()
+    made.width = min(made.width, WIDTH)
+    made.print(shown)

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from kvferry._cli.connection import DEFAULT_SERVER, AsJson, Connection, Directory, Server, look_up, with_connection
-from kvferry._cli.render import as_dict, console, enum_name, facts, print_json, ranges, safe, sentences, size, table
+from kvferry._cli.render import complete, console, facts, listing, print_json, safe, sentences, table
+from kvferry._summaries import Row, engine_row, enum_name
 from kvferry.errors import KvferryError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from kvferry.v1 import geometry_pb2, introspection_pb2
 
     Answers: TypeAlias = list[tuple[str, introspection_pb2.ListEnginesResponse]]
@@ -52,7 +51,7 @@ def engines(
     if as_json:
         print_json(answered[0][1]) if single else _print_fleet(answered, failed)
     elif any(response.engines for _, response in answered):
-        console().print(_table(answered, with_home=not single))
+        console().print(listing(_rows(answered, with_home=not single)))
     else:
         where = safe(servers[0]) if single else f"the {len(answered)} node servers that answered"
         console().print(f"No engine has its home at {where}.", markup=False)
@@ -87,7 +86,7 @@ def _ask_all(servers: list[str], connection: Connection) -> tuple[Answers, Failu
 
 
 def _print_fleet(answered: Answers, failed: Failures) -> None:
-    homes = [{"server": server, "response": as_dict(response)} for server, response in answered]
+    homes = [{"server": server, "response": complete(response)} for server, response in answered]
     errors = [
         {"server": server, "error": {"name": type(error).__name__, "reason": error.reason, "message": error.message}}
         for server, error in failed
@@ -95,18 +94,12 @@ def _print_fleet(answered: Answers, failed: Failures) -> None:
     print(json.dumps({"homes": [*homes, *errors]}, indent=2))
 
 
-def _table(answered: Answers, *, with_home: bool) -> Table:
-    columns = "Incarnation", "State", ">Ranks", ">Requests", ">Leases", ">Cache"
+def _rows(answered: Answers, *, with_home: bool) -> list[Row]:
     listed = [(summary, server) for server, response in answered for summary in response.engines]
-    rows = [
-        (
-            *((summary.engine.engine_id, server) if with_home else (summary.engine.engine_id,)),
-            summary.engine.incarnation.hex()[:8],
-            *(_state(summary), _registered(summary), summary.publications, summary.leases, size(summary.cache_bytes)),
-        )
-        for summary, server in sorted(listed, key=lambda each: (each[0].engine.engine_id, each[1]))
-    ]
-    return table("Engine", *(["Home"] if with_home else []), *columns, rows=rows)
+    listed.sort(key=lambda each: (each[0].engine.engine_id, each[1]))
+    if not with_home:
+        return [engine_row(summary) for summary, _ in listed]
+    return [{"Engine": summary.engine.engine_id, "Home": server, **engine_row(summary)} for summary, server in listed]
 
 
 @with_connection
@@ -127,15 +120,8 @@ def engine(
         print_json(response)
         return
     summary, geometry = response.summary, response.geometry
-    shown = {
-        "engine": summary.engine.engine_id,
-        "incarnation": summary.engine.incarnation.hex(),
-        "state": _state(summary),
-        "ranks": _registered(summary),
-        "requests": summary.publications,
-        "leases": summary.leases,
-        "cache": size(summary.cache_bytes),
-    }
+    shown = {title.lstrip(">").lower(): cell for title, cell in engine_row(summary).items()}
+    shown["incarnation"] = summary.engine.incarnation.hex()
     groups = "Group", "Kind", ">Block tokens", ">Blocks", ">Null block", ">Window", "Pool"
     console().print(
         facts([*shown.items(), *sorted(geometry.identity.items())]),
@@ -160,14 +146,3 @@ def _rank(rank: geometry_pb2.RankGeometry) -> tuple[object, ...]:
         ", ".join(dict.fromkeys(held)),
         ", ".join(dict.fromkeys(f"{plane.format} {plane.dtype}".strip() for plane in rank.planes)),
     )
-
-
-def _registered(summary: introspection_pb2.EngineSummary) -> str:
-    return f"{summary.num_ranks - summary.num_missing}/{summary.num_ranks}"
-
-
-def _state(summary: introspection_pb2.EngineSummary) -> str:
-    name = enum_name(summary)
-    missing, left = summary.missing_ranks, summary.num_missing - len(summary.missing_ranks)
-    more = f" and {left} more" if left else ""
-    return f"{name} (missing {'rank' if len(missing) == 1 else 'ranks'} {ranges(missing)}{more})" if missing else name

@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Iterable, Sequence
-from importlib import metadata
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvferry import __version__
 from kvferry._cli.connection import DEFAULT_SERVER, Connection, Node, Server, with_connection
-from kvferry._cli.render import console, enum_name, facts, lasting, print_json, read_state, safe, size, table
+from kvferry._cli.render import console, facts, listing, print_json, safe, table
+from kvferry._summaries import Row, lasting, request_row, transfer_row
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
-
-    from kvferry.v1 import introspection_pb2
 
 CHECK = "/grpc.health.v1.Health/Check"
 STATUSES = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
@@ -88,12 +86,10 @@ def version(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: versions by package, null if missing.")] = False,
 ) -> None:
     """Show the versions of kvferry and of the packages it uses."""
+    from kvferry._doctor.software import version_of
+
     found: dict[str, str | None] = {"kvferry": __version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
+    found |= {package: version_of(package) or None for package in PACKAGES}
     if as_json:
         print(json.dumps(found, indent=2))
         return
@@ -104,54 +100,23 @@ def version(
 @with_connection
 def requests(engine_id: OfEngine = "", request_id: OfRequest = "", reader: OfReader = "", *, node: Node) -> None:
     """List the published requests that are not released yet."""
-    columns = "Engine", ">Publication", "Request", "State", ">Blocks", ">Reads", ">Leases", ">Age"
     which = "Nothing that was asked for" if engine_id or request_id or reader else "No request"
     found = node.listing("requests", engine_id=engine_id, request_id=request_id, reader_engine_id=reader)
-    _show(node, found, f"{which} is published at {node.server}.", columns, map(_request, found.requests))
-
-
-def _request(request: introspection_pb2.RequestSummary) -> tuple[object, ...]:
-    from kvferry._wire.status import reason_name
-
-    state = enum_name(request)
-    failure = reason_name(request.last_failure)
-    return (
-        *(request.engine.engine_id, request.publication, request.request_id),
-        f"{state}, a read failed: {failure}" if failure else state,
-        *(request.blocks, f"{request.reads_valid}/{request.expected_reads}", request.leases),
-        lasting(request.age),
-    )
+    _show(node, found, [request_row(each) for each in found.requests], f"{which} is published at {node.server}.")
 
 
 @with_connection
 def transfers(engine_id: OfEngine = "", request_id: OfRequest = "", reader: OfReader = "", *, node: Node) -> None:
     """List reads from a node server's engines, and their leases."""
-    columns = "Source", ">Publication", "Request", "Reader", ">Lease", "State", ">Ranks done", ">Bytes", ">Remaining"
     found = node.listing("transfers", engine_id=engine_id, request_id=request_id, reader_engine_id=reader)
     none = f"Nothing is read from the engines of {node.server}."
-    _show(node, found, none, columns, map(_transfer, found.transfers))
+    _show(node, found, [transfer_row(each) for each in found.transfers], none)
 
 
-def _show(node: Node, found: Message, none: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+def _show(node: Node, found: Message, rows: Sequence[Row], none: str) -> None:
     if node.as_json:
         print_json(found)
-    elif listed := tuple(rows):
-        console().print(table(*columns, rows=listed))
+    elif rows:
+        console().print(listing(rows))
     else:
         console().print(safe(none), markup=False)
-
-
-def _transfer(transfer: introspection_pb2.TransferSummary) -> tuple[object, ...]:
-    read = transfer.read
-    waits = transfer.HasField("waited")
-    return (
-        transfer.source.engine_id,
-        "none yet" if waits else transfer.publication,
-        f"router key {transfer.router_key}" if waits else transfer.request_id,
-        read.reader.engine_id,
-        "" if waits else read.lease_number,
-        read_state(transfer),
-        f"{read.reported}/{read.parties}",
-        size(read.bytes),
-        f"waits for {lasting(transfer.waited)}" if waits else lasting(transfer.lease_remaining, none="ended"),
-    )

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvferry._cli.connection import DEFAULT_SERVER, Connection, Node, with_connection
-from kvferry._cli.render import console, duration, read_state, safe, size, table
+from kvferry._cli.render import console, listing, safe, table
+from kvferry._summaries import as_dict, size, transfer_row
 from kvferry.errors import KvferryError
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def _print_json(looks: Sequence[Look]) -> None:
         "time": time.time(),
         "servers": [{name: getattr(look, name) for name in SHOWN} | {"bytes_per_second": look.rate} for look in looks],
         "peers": [{"server": server, **dataclasses.asdict(peers)} for server, peers in busiest(looks)[:MOST_LISTED]],
-        "transfers": [dataclasses.asdict(read) for read in newest(looks)[:MOST_LISTED]],
+        "transfers": [{"server": server, **as_dict(read)} for server, read in newest(looks)[:MOST_LISTED]],
     }
     print(json.dumps(values), flush=True)
 
@@ -124,19 +125,21 @@ class Screen:
 
     interval: float
     looks: Sequence[Look] = ()
+    pairs: Sequence[tuple[str, Peers]] = ()
+    reads: Sequence[tuple[str, ipb.TransferSummary]] = ()
     at: str = ""
 
     def show(self, looks: Sequence[Look]) -> None:
         self.looks, self.at = looks, time.strftime("%H:%M:%S")
+        self.pairs, self.reads = busiest(looks), newest(looks)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text
 
-        looks = self.looks
+        looks, pairs, reads = self.looks, self.pairs, self.reads
         head = f"kvferry top  {self.at}  every {self.interval:g} s  (Ctrl-C ends it)"
         yield Text(head, no_wrap=True, overflow="crop")
         left = max(0, (options.max_height or console.height) - 1)
-        pairs, reads = busiest(looks), newest(looks)
         servers = min(len(looks), max(1, left // 3 - FRAME))
         yield _servers(looks[:servers], len(looks) - servers)
         left -= servers + FRAME
@@ -147,7 +150,9 @@ class Screen:
         rows = max(0, min(len(reads), left - FRAME))
         if rows:
             live = sum(look.leases for look in looks)
-            yield _reads(reads[:rows], live - sum(read.remaining > 0 for read in reads[:rows]))
+            shown = reads[:rows]
+            made = listing([transfer_row(read) for _, read in shown], title="Reads")
+            yield _one_line_each(made, live - sum(has_lease(read) for _, read in shown))
 
 
 def lines(looks: Sequence[Look], at: str) -> Iterator[str]:
@@ -175,10 +180,14 @@ def busiest(looks: Sequence[Look]) -> list[tuple[str, Peers]]:
     return sorted(pairs, key=lambda pair: (-(pair[1].rate or 0.0), -pair[1].reading, -pair[1].bytes))
 
 
-def newest(looks: Sequence[Look]) -> list[ListedRead]:
-    """Return all reads: reads with live leases first, among them the largest first, then the newest."""
-    reads = [read for look in looks for read in look.transfers]
-    return sorted(reads, key=lambda read: (not read.alive, -read.bytes, -read.publication, -read.lease_number))
+def newest(looks: Sequence[Look]) -> list[tuple[str, ipb.TransferSummary]]:
+    """Return all reads with their node servers: live reads first, among them the largest first, then the newest."""
+
+    def place(listed: tuple[str, ipb.TransferSummary]) -> tuple[bool, int, int, int]:
+        _, transfer = listed
+        return not alive(transfer), -transfer.read.bytes, -transfer.publication, -transfer.read.lease_number
+
+    return sorted(((look.server, read) for look in looks for read in look.transfers), key=place)
 
 
 def _servers(looks: Sequence[Look], more: int) -> Table:
@@ -204,21 +213,6 @@ def _pairs(pairs: Sequence[tuple[str, Peers]], more: int) -> Table:
     return _one_line_each(table(*columns, rows=rows, title="Peers"), more)
 
 
-def _reads(reads: Sequence[ListedRead], more: int) -> Table:
-    rows = (
-        (
-            read.source,
-            "none yet" if read.waits else read.publication,
-            f"router key {read.router_key}" if read.waits else read.request_id,
-            *(read.reader, read.state, f"{read.reported}/{read.parties}", size(read.bytes)),
-            "no lease" if read.waits else duration(read.remaining, none="ended"),
-        )
-        for read in reads
-    )
-    columns = "Source", ">Publication", "Request", "Reader", "State", ">Ranks done", ">Bytes", ">Lease ends"
-    return _one_line_each(table(*columns, rows=rows, title="Reads"), more)
-
-
 def _one_line_each(made: Table, more: int) -> Table:
     """Cut cells instead of wrapping them, so that the table has the expected number of lines."""
     for column in made.columns:
@@ -236,31 +230,13 @@ def _per_second(rate: float | None) -> str:
     return "-" if rate is None else f"{size(round(rate))}/s"
 
 
-@dataclass(frozen=True, slots=True)
-class ListedRead:
-    """A read, as the source's home knows it, in seconds and bytes. `remaining` is 0 once the lease has ended. A read
-    with a `router_key` and no publication waits for the publication, without a lease."""
+def has_lease(read: ipb.TransferSummary) -> bool:
+    return read.lease_remaining.ToNanoseconds() > 0
 
-    server: str
-    source: str
-    publication: int
-    request_id: str
-    reader: str
-    lease_number: int
-    state: str
-    reported: int
-    parties: int
-    bytes: int
-    remaining: float
-    router_key: str = ""
 
-    @property
-    def waits(self) -> bool:
-        return not self.publication
-
-    @property
-    def alive(self) -> bool:
-        return self.remaining > 0 or self.waits
+def alive(read: ipb.TransferSummary) -> bool:
+    """Whether a read has a live lease, or waits without one for a publication under a router's key."""
+    return has_lease(read) or not read.publication
 
 
 @dataclass(slots=True)
@@ -285,7 +261,7 @@ class Look:
     engines: int = 0
     publications: int = 0
     leases: int = 0
-    transfers: Sequence[ListedRead] = ()  # The first reads, or all
+    transfers: Sequence[ipb.TransferSummary] = ()  # The first reads, or all
     whole: bool = True  # Whether the lists were short enough to be complete
     peers: Sequence[Peers] = ()
 
@@ -316,29 +292,29 @@ class Looker:
         if restarted:
             self._bytes, self._at = {}, 0.0
         self._epoch = read.home_epoch
-        reads = [_listed(node.server, summary) for summary in read.transfers]
         return Look(
             node.server,
             restarted=restarted,
             engines=len(listed.engines),
             publications=sum(engine.publications for engine in listed.engines),
             leases=sum(engine.leases for engine in listed.engines),
-            transfers=reads,
+            transfers=read.transfers,
             whole=not (listed.next_page_token or read.next_page_token),
-            peers=self._peers(read.transfers, reads),
+            peers=self._peers(read.transfers),
         )
 
-    def _peers(self, transfers: Sequence[ipb.TransferSummary], reads: Sequence[ListedRead]) -> list[Peers]:
+    def _peers(self, transfers: Sequence[ipb.TransferSummary]) -> list[Peers]:
         now, before = time.monotonic(), self._at
         known: dict[tuple[bytes, int, int], int] = {}
         moved: dict[tuple[str, str], int] = defaultdict(int)
         found: dict[tuple[str, str], Peers] = {}
-        for transfer, read in zip(transfers, reads, strict=True):
-            key = transfer.source.incarnation, read.publication, read.lease_number
-            pair = read.source, read.reader
+        for transfer in transfers:
+            read = transfer.read
+            key = transfer.source.incarnation, transfer.publication, read.lease_number
+            pair = transfer.source.engine_id, read.reader.engine_id
             peers = found.setdefault(pair, Peers(*pair))
-            peers.reading += read.alive
-            peers.ended += not read.alive
+            peers.reading += alive(transfer)
+            peers.ended += not alive(transfer)
             peers.bytes += read.bytes
             known[key] = read.bytes
             moved[pair] += max(0, read.bytes - self._bytes.get(key, 0))
@@ -346,23 +322,3 @@ class Looker:
             peers.rate = moved[pair] / max(1e-3, now - before) if before else None
         self._bytes, self._at = known, now
         return list(found.values())
-
-
-def _listed(server: str, summary: ipb.TransferSummary) -> ListedRead:
-    from kvferry._clock import from_duration
-
-    read = summary.read
-    return ListedRead(
-        server,
-        summary.source.engine_id,
-        summary.publication,
-        summary.request_id,
-        read.reader.engine_id,
-        read.lease_number,
-        read_state(summary),
-        read.reported,
-        read.parties,
-        read.bytes,
-        from_duration(summary.lease_remaining),
-        summary.router_key,
-    )

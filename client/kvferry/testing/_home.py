@@ -15,7 +15,6 @@ from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.times import Times
 from kvferry_server.home.home import Home
 from kvferry_server.node.guard import Guard
-from kvferry_server.node.limits import CallLimits
 from kvferry_server.node.requests import Requests
 from kvferry_server.servicers import add_servicers
 from kvferry_server.servicers.access import TRUSTED
@@ -33,7 +32,7 @@ class InProcessHome:
         self._clock = clock
         self._home = Home(clock, times, address)
         self._worker = Worker()
-        self._guard = Guard(CallLimits(), TRUSTED, Requests(self._worker, self._home.time_slices))
+        self._guard = Guard(1024, 8192, TRUSTED, Requests(self._worker, self._home.time_slices))
         self._calls: dict[InProcessCall, asyncio.Task[None]] = {}
         self._generic: list[grpc.GenericRpcHandler] = []
         relays = Relays(address, None, anywhere=False)

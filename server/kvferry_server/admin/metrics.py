@@ -1,6 +1,6 @@
 """The metrics of a node server.
 
-Counts of events are fields of the home's `Journal`, of `CallCounts` or of `LoopLag`. Values that are computed at a
+Counts of events are fields of the home's `Journal`, of `CallCounts` or of `NodeState`. Values that are computed at a
 scrape are rows here, with their functions. `METRICS` has all: the exposition and docs/monitoring.md are made from it.
 
 Labels are states, reasons, methods and the like, which this code fixes: no label has an engine, a request or a host, so
@@ -21,22 +21,10 @@ from prometheus_client.registry import Collector
 import kvferry
 from kvferry._exposition import family
 from kvferry.stats import Metric, metrics_of
-from kvferry_server.admin.node_state import CallCounts, LoopLag, NodeState
+from kvferry_server.admin.node_state import CallCounts, NodeState
 from kvferry_server.domain.budgets import Budget
-from kvferry_server.domain.engine import Engine
+from kvferry_server.domain.engine import STATES
 from kvferry_server.domain.journal import LIVE, Journal
-
-ENGINE_STATES = ("ready", "incomplete", "lost", "dead")
-
-
-def engine_state(engine: Engine) -> str:
-    """Return one of `ENGINE_STATES`."""
-    if engine.dead:
-        return "dead"
-    if engine.lost_at is not None:
-        return "lost"
-    return "incomplete" if engine.num_missing or engine.first is None else "ready"
-
 
 Value: TypeAlias = Callable[[NodeState], Any]
 """Computes the value of a metric: a number, or numbers by the values of the labels. None: the metric is left out."""
@@ -134,7 +122,7 @@ METRICS: tuple[Row, ...] = (
     _gauge("start_time_seconds", "When the node server started.", lambda node: node.started_at),
     _gauge("ready", "1 if the node server takes new work.", lambda node: not node.why_not_ready()),
     _gauge("draining", "1 if the node server drains.", lambda node: node.home.draining),
-    _gauge("engines", "Engines.", lambda node: Counter(map(engine_state, node.engines)), state=ENGINE_STATES),
+    _gauge("engines", "Engines.", lambda node: Counter(one.state for one in node.engines), state=STATES),
     _gauge("ranks", "Ranks of engines that are not dead.", _ranks, state=("registered", "missing")),
     _gauge(
         "watches",
@@ -182,7 +170,7 @@ METRICS: tuple[Row, ...] = (
         lambda node: {one.name: (node.connections.get(one.name, 0), one.max_connections) for one in node.listeners},
         listener=(),
     ),
-    *_counted(LoopLag, lambda node: node.lag),
+    *_counted(NodeState, lambda node: node),
     _gauge("relayed_homes", "Homes to which the node server relays ranks.", lambda node: node.relays.num_homes),
     (
         Metric("counter", "kvferry_tls_handshakes", "Connections whose TLS handshake has begun. Only with TLS."),

@@ -34,20 +34,6 @@ _refused: ContextVar[str] = ContextVar("kvferry_refused", default=LEFT)
 
 
 @dataclass(slots=True, eq=False)
-class LoopLag:
-    """Measures how late the running event loop runs its timers: every call waits at least as long."""
-
-    seen: Distribution = histogram("kvferry_loop_lag_seconds", "How late timers of the event loop are.", bounds=BOUNDS)
-
-    async def run(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            due = loop.time() + LAG_POLL
-            await asyncio.sleep(LAG_POLL)
-            self.seen.add(max(0.0, loop.time() - due))
-
-
-@dataclass(slots=True, eq=False)
 class CallCounts:
     """Counts calls, and writes refusals to `events`. Belongs to the event loop that serves the calls. The number of
     labels is bounded: methods come from the contract, reasons from `ErrorReason`."""
@@ -138,7 +124,7 @@ class NodeState:
     addresses: Sequence[str]
     memory_limit: int
     calls: CallCounts
-    lag: LoopLag = field(default_factory=LoopLag)
+    lag: Distribution = histogram("kvferry_loop_lag_seconds", "How late timers of the event loop are.", bounds=BOUNDS)
     listeners: list[ShownListener] = field(default_factory=list)
     connections: Mapping[str, int] = field(default_factory=dict)
     started_at: float = field(default_factory=time.time)
@@ -166,6 +152,14 @@ class NodeState:
             return "the home's timers have stopped: nothing is released any more"
         late = self.home.clock.now() - self.home.next_deadline()
         return f"the home's timers are {late:.0f} s late" if late > OVERDUE else ""
+
+    async def measure_lag(self) -> None:
+        """Measure how late the running event loop runs its timers: every call waits at least as long."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LAG_POLL
+            await asyncio.sleep(LAG_POLL)
+            self.lag.add(max(0.0, loop.time() - due))
 
     def count_connections(self) -> None:
         """Count the open connections. Any thread may call this."""

@@ -9,13 +9,18 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from string import Formatter
+from typing import Any
 from urllib.parse import urlencode
 
+from kvferry._summaries import engine_row, request_row, transfer_row
+from kvferry.v1 import introspection_pb2 as ipb
 from kvferry_server.admin import status
+from kvferry_server.admin.limits import PAGE_SIZE
 from kvferry_server.admin.node_state import NodeState
 from kvferry_server.admin.status import Row
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.event_log import short
+from kvferry_server.servicers import lists
 
 MAX_PAIRS = 8  # Pairs of engines with a link to their plan
 
@@ -96,12 +101,27 @@ def document(title: str, content: Html) -> Html:
 def front(node: NodeState, query: Mapping[str, str]) -> Html:
     """Return the first page: engines, reads, pinned requests and the timeline. Raises `InvalidField` for a page token
     that no link of the page has."""
+    home = node.home
 
-    def shown(name: str, rows: Sequence[Row], following: str) -> Html:
+    def shown(name: str, rows: Sequence[Mapping[str, object]], following: str) -> Html:
         return _rows(name, rows, f"more {name}", f"/?{urlencode({**query, name: following})}" if following else "")
 
-    engines, more_engines = status.engine_rows(node, query.get("engines", ""))
-    linked = [{**row, "engine_id": _link(row["engine_id"], "/engine", engine_id=row["engine_id"])} for row in engines]
+    def asked(name: str) -> dict[str, Any]:
+        return {"page_size": PAGE_SIZE, "page_token": query.get(name, "")}
+
+    engines = lists.engines(home, ipb.ListEnginesRequest(**asked("engines")))
+    reads = lists.transfers(home, ipb.ListTransfersRequest(**asked("reads")))
+    requests = lists.requests(home, ipb.ListRequestsRequest(**asked("requests")))
+    hosts = {(engine.ref.engine_id, engine.ref.incarnation): engine.host for engine in node.engines}
+    linked = [
+        {
+            **engine_row(summary),
+            "Engine": _link(summary.engine.engine_id, "/engine", engine_id=summary.engine.engine_id),
+            "Host": hosts.get((summary.engine.engine_id, summary.engine.incarnation), ""),
+        }
+        for summary in engines.engines
+    ]
+    ready = [each.engine.engine_id for each in engines.engines if each.state == ipb.ENGINE_STATE_READY]
     ended, state = status.last_reads(node), status.overview(node)
     pinned = state["oldest_pin_s"]
     content = html(
@@ -112,12 +132,12 @@ def front(node: NodeState, query: Mapping[str, str]) -> Html:
         ready="ready" if state["ready"] else f"not ready: {state['why_not_ready']}",
         leases=", ".join(f"{count} {name}" for name, count in state["leases"].items()) or "none",
         oldest="" if pinned is None else f", the oldest for {pinned:.0f} s",
-        engines=shown("engines", linked, more_engines),
+        engines=shown("engines", linked, engines.next_page_token),
         legend=each('<span class="{0}">{0}</span>', COLOURS),
         timeline=_timeline(ended),
-        reads=shown("reads", *status.read_rows(node, query.get("reads", ""))),
-        requests=shown("requests", *status.request_rows(node, query.get("requests", ""))),
-        plans=_plans(engines, ended),
+        reads=shown("reads", [*map(transfer_row, reads.transfers)], reads.next_page_token),
+        requests=shown("requests", [*map(request_row, requests.requests)], requests.next_page_token),
+        plans=_plans(ready, ended),
     )
     return document(f"kvferry: {state['advertise']}", content)
 
@@ -157,10 +177,10 @@ def problem_page(problem: str) -> Html:
     return document("kvferry", html("<h1>That did not work</h1><p>{}</p>", problem))
 
 
-def _rows(name: str, rows: Sequence[Row], more: str = "", target: str = "") -> Html:
+def _rows(name: str, rows: Sequence[Mapping[str, object]], more: str = "", target: str = "") -> Html:
     if not rows:
         return html('<p class="none" id="{}">None.</p>', name)
-    head = each("<th>{}</th>", (column.replace("_", " ") for column in rows[0]))
+    head = each("<th>{}</th>", (title.lstrip(">") for title in rows[0]))
     body = each("<tr>{}</tr>", (each("<td>{}</td>", _cells(row.values())) for row in rows))
     table = html(TABLE, name=name, head=head, body=body)
     return html('{}<p><a href="{}">{}</a></p>', table, target, more) if target else table
@@ -175,8 +195,8 @@ def _link(text: str, path: str, **query: str) -> Html:
     return html('<a href="{}?{}">{}</a>', path, urlencode(query), text)
 
 
-def _plans(engines: Sequence[Row], ended: Sequence[Row]) -> Html:
-    here = [row["engine_id"] for row in engines if row["state"] == "ready"]
+def _plans(here: Sequence[str], ended: Sequence[Row]) -> Html:
+    """Link to the plans of the last reads between engines that are complete `here`, and let people choose others."""
     if not here:
         return Html('<p class="none">No engine is complete.</p>')
     # The latest reads first.

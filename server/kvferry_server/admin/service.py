@@ -16,19 +16,25 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from importlib.resources import files
+from typing import Any
 from urllib.parse import parse_qsl
 
 from aiohttp import web
+from google.protobuf.message import Message
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from kvferry._summaries import as_dict
 from kvferry._wire.channel import Address
 from kvferry.errors import InvalidField, KvferryError, LimitReached
 from kvferry.geometry.model import EngineGeometry
 from kvferry.planner.explain_svg import to_svg
 from kvferry.planner.plan import ReadPlan, plan_read
+from kvferry.v1 import introspection_pb2 as ipb
 from kvferry_server.admin import limits, page, status
 from kvferry_server.admin.metrics import NodeCollector
 from kvferry_server.admin.node_state import NodeState
+from kvferry_server.home.home import Home
+from kvferry_server.servicers import lists
 from kvferry_server.servicers.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -138,9 +144,9 @@ class AdminService(AdminListener):
             "/healthz": lambda _: _probe(node.why_not_healthy()),
             "/readyz": lambda _: _probe(node.why_not_healthy() or node.why_not_ready()),
             "/statusz": self._in_turn(self._state),
-            "/statusz/engines": self._in_turn(_listing("engines", partial(status.engine_rows, node))),
-            "/statusz/requests": self._in_turn(_listing("requests", partial(status.request_rows, node))),
-            "/statusz/reads": self._in_turn(_listing("reads", partial(status.read_rows, node))),
+            "/statusz/engines": self._in_turn(_listed(node, lists.engines, ipb.ListEnginesRequest)),
+            "/statusz/requests": self._in_turn(_listed(node, lists.requests, ipb.ListRequestsRequest)),
+            "/statusz/reads": self._in_turn(_listed(node, lists.transfers, ipb.ListTransfersRequest)),
             "/statusz/last-reads": self._in_turn(lambda _: _json({"reads": status.last_reads(node)})),
             "/engine": self._in_turn(self._engine),
             "/plan": lambda query: _page(page.plan_page(*_pair(query))),
@@ -269,10 +275,10 @@ def _page(content: str) -> Answer:
     return 200, HTML, content.encode()
 
 
-def _listing(name: str, page_of: Callable[[str], status.Page]) -> Callable[[Query], Answer]:
+def _listed(node: NodeState, listing: Callable[[Home, Any], Message], kind: Any) -> Callable[[Query], Answer]:
     def answer(query: Query) -> Answer:
-        rows, following = page_of(query.get("page_token", ""))
-        return _json({name: rows, "next_page_token": following})
+        asked = kind(page_size=limits.PAGE_SIZE, page_token=query.get("page_token", ""))
+        return _json(as_dict(listing(node.home, asked)))
 
     return answer
 

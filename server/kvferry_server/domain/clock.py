@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import kvferry._clock
+from kvferry import _clock
 
 
 class Clock(Protocol):
@@ -16,8 +16,5 @@ class Clock(Protocol):
         ...
 
 
-class BootClock:
-    """CLOCK_BOOTTIME of this host."""
-
-    def now(self) -> float:
-        return kvferry._clock.now()
+BOOT: Clock = _clock
+"""CLOCK_BOOTTIME of this host."""

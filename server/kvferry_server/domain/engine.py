@@ -18,6 +18,8 @@ from kvferry_server.domain.registrations import Registration
 from kvferry_server.domain.times import Times
 from kvferry_server.domain.watch_feed import Feed, Process, RankLost, Role
 
+STATES = ("ready", "incomplete", "lost", "dead")
+
 
 @dataclass(slots=True, eq=False)
 class Engine:
@@ -51,6 +53,15 @@ class Engine:
     def watched(self) -> bool:
         """Whether the scheduler's Watch is open."""
         return self.lost_at is None and not self.gone
+
+    @property
+    def state(self) -> str:
+        """One of `STATES`."""
+        if self.dead:
+            return "dead"
+        if self.lost_at is not None:
+            return "lost"
+        return "incomplete" if self.num_missing or self.first is None else "ready"
 
     @property
     def scheduler(self) -> Feed | None:

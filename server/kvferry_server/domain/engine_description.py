@@ -95,14 +95,17 @@ class EngineDescription:
 
     @cached_property
     def _encoded(self) -> tuple[bytes, ...]:
-        return tuple(rank_bytes(registration) for registration in self._registrations)
+        return tuple(rank_to_proto(each.geometry).SerializeToString() for each in self._registrations)
 
     def _rank_pages(self, head: bytes, *, agents: bool) -> Iterator[bytes]:
         parts, size = [head], 0
         for registration, geometry in zip(self._registrations, self._encoded, strict=True):
-            rank = embedded(pb.HandshakeResponse.RANKS_FIELD_NUMBER, geometry)
+            one = pb.HandshakeResponse()
+            one.ranks.add().MergeFromString(geometry)
             if agents:
-                rank += embedded(pb.HandshakeResponse.AGENTS_FIELD_NUMBER, agent_bytes(registration.agent))
+                one.agents.append(agent_to_proto(registration.agent))
+            # An encoded message is the sum of its encoded parts.
+            rank = one.SerializeToString()
             if size and size + len(rank) > RANK_PAGE_BYTES:
                 yield b"".join(parts)
                 parts, size = [head], 0
@@ -119,32 +122,13 @@ def engine_header(ref: EngineRef, registration: Registration) -> geometry_pb2.En
     return engine_to_proto(bare)
 
 
-def rank_bytes(registration: Registration) -> bytes:
-    """Return the encoded geometry of a rank."""
-    return rank_to_proto(registration.geometry).SerializeToString()
-
-
-def agent_bytes(agent: Agent | None) -> bytes:
-    """Return an encoded agent; empty, which decodes as an agent without a name, for a rank that serves nothing."""
+def agent_to_proto(agent: Agent | None) -> geometry_pb2.Agent:
+    """Return an agent as a message; one without a name for a rank that serves nothing."""
     if agent is None:
-        return b""
+        return geometry_pb2.Agent()
     return geometry_pb2.Agent(
         name=agent.name,
         metadata=agent.metadata,
         metadata_sha256=agent.metadata_sha256,
         regions=[region_to_proto(region) for region in agent.regions],
-    ).SerializeToString()
-
-
-def embedded(number: int, message: bytes) -> bytes:
-    """Return field `number` with an encoded message as its value, as protobuf writes it: encoded messages go into a
-    page without being parsed again."""
-    return _varint(number << 3 | 2) + _varint(len(message)) + message
-
-
-def _varint(value: int) -> bytes:
-    parts = []
-    while value > 0x7F:
-        parts.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes((*parts, value))
+    )

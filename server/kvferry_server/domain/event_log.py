@@ -1,8 +1,8 @@
 """The event log: one structured line for each thing that happens to an engine, rank, publication or lease.
 
-An event has a name and fields. Any handler of Python's `logging` writes ``name key=value ...``; formatters that know
-`FIELDS` (kvferryd's own) get the fields themselves. Names of events and fields are fixed; values may come from
-strangers and are quoted, so that no value can forge a line or a field.
+An event has a name and fields. Any handler of Python's `logging` writes ``name key=value ...``; formatters for programs
+find the fields as attributes of the record, the name as `event`. Names of events and fields are fixed; values may come
+from strangers and are quoted, so that no value can forge a line or a field.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from collections.abc import Mapping
 
 from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.identity import EngineRef
-
-FIELDS = "kvferry_fields"  # The attribute of a log record that has an event's name and fields
 
 # In so many seconds an event is written at most so many times; the next one written has the number left out.
 WINDOW, MOST_IN_WINDOW = 10.0, 20
@@ -84,7 +82,7 @@ class EventLog:
         if left_out:
             given["left_out"] = left_out
         text = "".join(f" {key}={quoted(value)}" for key, value in given.items())
-        logger.log(level, "%s%s", name, text, extra={FIELDS: {"event": name, **given}})
+        logger.log(level, "%s%s", name, text, extra={"event": name, **given})
 
     def refusal(self, method: str, reason: str, values: Mapping[str, str], more: Mapping[str, object]) -> None:
         """Log that a call was refused, at a level that depends on the reason. Of the error's `values` only those in

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvferry.stats import Distribution, counter, gauge, histogram
+from kvferry.stats import Distribution, counter, gauge, histogram, shown
 from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.event_log import EventLog, engine_fields, short
 from kvferry_server.domain.identity import EngineRef
@@ -36,11 +36,11 @@ class EndedRead:
     """A read that has ended, for the timeline. Times are seconds on the home's clock."""
 
     lease_number: int  # the lease's public name
-    source: EngineRef
-    reader: EngineRef
+    source: str  # engine_id
+    reader: str  # engine_id
     publication: int
     request_id: str  # of the publication; empty if it never arrived
-    state: LeaseState
+    state: str  # ``valid``, ``failed`` ...
     granted_at: float
     ended_at: float
     bytes: int  # as its ranks reported
@@ -165,11 +165,19 @@ class Journal:
         self.lasted.add(lasted)
         if state is LeaseState.VALID:
             self.read_bytes += size
-        publication, reader = lease.publication, lease.request.read.reader
-        of, name = publication.source, publication.request_id
-        times = lease.granted_at, now
         self.last_reads.append(
-            EndedRead(lease.number, of, reader, publication.number, name, state, *times, size, lease.reason)
+            EndedRead(
+                lease_number=lease.number,
+                source=lease.publication.source.engine_id,
+                reader=lease.request.read.reader.engine_id,
+                publication=lease.publication.number,
+                request_id=lease.publication.request_id,
+                state=shown(state),
+                granted_at=lease.granted_at,
+                ended_at=now,
+                bytes=size,
+                reason=lease.reason,
+            )
         )
         self._lease(
             logging.DEBUG if state in EXPECTED_ENDS else logging.WARNING,

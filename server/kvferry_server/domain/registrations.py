@@ -6,8 +6,9 @@ import dataclasses
 import hashlib
 import hmac
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvferry._wire.version import OURS, Version
 from kvferry.errors import BadAgentMetadata, CacheDiffers, InvalidField
@@ -98,23 +99,20 @@ class Registration:
 
 def first_difference(one: Registration, other: Registration) -> str:
     """Return the name of the first field in which two registrations of one rank differ; empty if equal."""
-    return (
-        engine_difference(one, other) or _rank_difference(one.geometry, other.geometry) or _agent_difference(one, other)
+    mine, theirs = one.geometry, other.geometry
+    of_rank = (
+        ("rank.labels", mine.labels, theirs.labels),
+        ("rank.planes", mine.planes, theirs.planes),
+        ("agent", one.agent, other.agent),
     )
+    found = (name for field in of_rank for name in _differences(*field))
+    return engine_difference(one, other) or next(found, "")
 
 
 def engine_difference(one: Registration, other: Registration) -> str:
     """Return the name of the first field in which two ranks disagree about their engine; empty if they agree."""
-    if one.num_ranks != other.num_ranks:
-        return "num_ranks"
-    if one.partial != other.partial:
-        return "partial"
-    for key in sorted({*one.identity, *other.identity}):
-        if one.identity.get(key) != other.identity.get(key):
-            return f"identity[{key}]"
-    if len(one.groups) != len(other.groups):
-        return "groups"
-    return _first_differing("groups", one.groups, other.groups)
+    names = ("num_ranks", "partial", "identity", "groups")
+    return next((found for name in names for found in _differences(name, getattr(one, name), getattr(other, name))), "")
 
 
 def check_same(registration: Registration, difference: str) -> None:
@@ -125,26 +123,18 @@ def check_same(registration: Registration, difference: str) -> None:
         raise CacheDiffers(problem, engine_id=ref.engine_id, rank=rank, field=difference)
 
 
-def _rank_difference(one: RankGeometry, other: RankGeometry) -> str:
-    if one.labels != other.labels:
-        return "rank.labels"
-    if [plane.name for plane in one.planes] != [plane.name for plane in other.planes]:
-        return "rank.planes"
-    return _first_differing("rank.planes", one.planes, other.planes)
-
-
-def _agent_difference(one: Registration, other: Registration) -> str:
-    if one.agent is None or other.agent is None:
-        return "" if one.agent is other.agent else "agent"
-    return next((f"agent.{name}" for name in _differing(one.agent, other.agent)), "")
-
-
-def _first_differing(where: str, mine: Sequence[Group | Plane], theirs: Sequence[Group | Plane]) -> str:
-    pairs = zip(mine, theirs, strict=True)
-    return next((f"{where}[{one.name}].{name}" for one, other in pairs for name in _differing(one, other)), "")
-
-
-def _differing(mine: Group | Plane | Agent, theirs: Group | Plane | Agent) -> Iterator[str]:
-    """Yield the names of the fields in which two values differ."""
-    names = (field.name for field in dataclasses.fields(mine))
-    return (name for name in names if getattr(mine, name) != getattr(theirs, name))
+def _differences(where: str, mine: Any, theirs: Any) -> Iterator[str]:
+    """Yield the names of the fields in which two values differ: fields of groups, planes and agents, and of tuples of
+    these, by their names; entries of mappings; otherwise `where`."""
+    if mine == theirs:
+        return
+    if isinstance(mine, Mapping):
+        yield from (f"{where}[{key}]" for key in sorted({*mine, *theirs}) if mine.get(key) != theirs.get(key))
+    elif isinstance(mine, Group | Plane | Agent) and type(mine) is type(theirs):
+        names = (field.name for field in dataclasses.fields(mine))
+        yield from (f"{where}.{name}" for name in names if getattr(mine, name) != getattr(theirs, name))
+    elif isinstance(mine, tuple) and [each.name for each in mine] == [each.name for each in theirs]:
+        for one, other in zip(mine, theirs, strict=True):
+            yield from _differences(f"{where}[{one.name}]", one, other)
+    else:
+        yield where

@@ -37,7 +37,7 @@ class PublicationStep:
     unfinished: Unfinished | None = None  # blocks that readers may read layer by layer; not in the last step
     marks: tuple[PromptMark, ...] = ()  # marks of the prompt, beside those of earlier steps
     hint_digest: bytes = b""  # of the hint in the reference, with the only step; empty: no hint
-    encoded: bytes = field(default=b"", repr=False, compare=False)  # the `Blocks` message, as every reader gets it
+    encoded: bytes = field(default=b"", repr=False, compare=False)  # the part of an encoded ReadBlocksResponse
     size: int = field(init=False, repr=False, compare=False)  # estimated bytes in memory
 
     def __post_init__(self) -> None:

@@ -14,23 +14,13 @@ class Times:
     """Settings of a home, each in seconds. Engines and readers get them in answers; tests shrink them. Raises
     `InvalidField` if a duration is not positive, or `ttl` is longer than `max_ttl`."""
 
-    ttl: float = 30.0
-    """How long a lease lasts from its acceptance, or from its last renewal."""
-    max_ttl: float = 30.0
-    """The longest a lease may last without a renewal. A restarted home keeps a re-published request for at least as
-    long."""
-    engine_ttl: float = 10.0
-    """From the loss of an engine's Watch until the engine counts as dead. A restarted home waits as long for unknown
-    engines."""
-    hold: float = 120.0
-    """How long a publication is held without a live lease before it ends as unread."""
-    final: float = 600.0
-    """From the first step of a publication until its final deadline. No lease extends past it."""
-    max_wait: float = 120.0
-    """The longest that ReadBlocks waits for news of a publication."""
-    retire: float = 600.0
-    """How long a replaced incarnation is refused, so that a delayed message cannot evict the live one; also how long
-    a dead engine is remembered."""
+    ttl: float = 30.0  # How long a lease lasts from its acceptance, or from its last renewal
+    max_ttl: float = 30.0  # The longest without a renewal; a restarted home keeps a re-published request as long
+    engine_ttl: float = 10.0  # From the loss of an engine's Watch to its death. A restarted home waits as long
+    hold: float = 120.0  # How long a publication is held without a live lease before it ends as unread
+    final: float = 600.0  # From the first step of a publication to its final deadline. No lease extends past it
+    max_wait: float = 120.0  # The longest that ReadBlocks waits for news of a publication
+    retire: float = 600.0  # How long a replaced incarnation is refused, and a dead engine remembered
 
     def __post_init__(self) -> None:
         for field in fields(self):

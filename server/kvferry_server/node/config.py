@@ -18,7 +18,7 @@ from kvferry._directory.opening import open_directory
 from kvferry._wire.channel import Address, TlsConfig, parse_address
 from kvferry.errors import InvalidField
 from kvferry_server.domain.times import Times
-from kvferry_server.node.limits import MIN_HOME_MEMORY, CallLimits
+from kvferry_server.node.limits import MIN_HOME_MEMORY
 from kvferry_server.node.memory import home_memory, memory_limit
 
 ENV_PREFIX = "KVFERRYD_"
@@ -37,7 +37,6 @@ GROUPS = {
 """Headings of the flags, by the first setting below each."""
 
 _TIMES = Times()
-_LIMITS = CallLimits()
 
 
 class NodeConfig(BaseModel):
@@ -102,10 +101,10 @@ class NodeConfig(BaseModel):
     """How long messages of a replaced incarnation of an engine are recognised and refused."""
     drain: float = Field(5.0, ge=0, le=3600)
     """How long a stopping server waits for live leases and for calls in progress."""
-    max_calls: int = Field(_LIMITS.calls, ge=1, le=1_000_000)
+    max_calls: int = Field(1024, ge=1, le=1_000_000)
     """Calls that may run at once over TCP, and as many over the UNIX socket. Further ones are refused with a retry
     delay. Over TCP a host gets a further call only while it has fewer than are free."""
-    max_streams: int = Field(_LIMITS.streams, ge=1, le=1_000_000)
+    max_streams: int = Field(8192, ge=1, le=1_000_000)
     """Streams (Watch), and calls that wait as streams do (ReadBlocks), that may be open at once, limited in the
     same way as max_calls."""
     max_connections: int = Field(4096, ge=8, le=1_000_000)
@@ -161,10 +160,6 @@ class NodeConfig(BaseModel):
     @property
     def times(self) -> Times:
         return Times(**{field.name: getattr(self, field.name) for field in fields(Times)})
-
-    @property
-    def call_limits(self) -> CallLimits:
-        return CallLimits(calls=self.max_calls, streams=self.max_streams)
 
     @property
     def home_memory(self) -> int:

@@ -38,24 +38,20 @@ _CONTINUED = bytes(range(128, 256))  # All that are not the last byte of a varia
 
 
 class Shape:
-    """What the walk knows of one type of message.
-
-    Attributes:
-        flat: the type has no lists, and no messages but flat ones. The content of a flat message takes less than seven
-            bytes of memory per byte on the wire (unknown fields take most), so the walk does not enter the message.
-        size: bytes of a decoded message with the reference to it; with its content only if it is flat.
-        factor: the most bytes of memory that the content takes per byte on the wire.
-        inner: shapes of the messages in fields that are not flat, by the fields' tags.
-        skipped: bytes of each other field, by the fields' tags.
-        packed: bytes of each number in a list of variable-length numbers, by the fields' tags.
-    """
+    """What the walk knows of one type of message."""
 
     def __init__(self, kind: Descriptor) -> None:
+        # By the fields' tags: shapes of messages that are not flat, bytes of each other field, and bytes of each number
+        # in a list of variable-length numbers.
         self.inner: dict[int, Shape] = {}
         self.skipped: dict[int, int] = {}
         self.packed: dict[int, int] = {}
+        # The type has no lists, and no messages but flat ones. The content of a flat message takes less than seven
+        # bytes of memory per byte on the wire (unknown fields take most), so the walk does not enter the message.
         self.flat = True
+        # Bytes of a decoded message with the reference to it; with its content only if it is flat.
         self.size = ENTRY_BYTES if kind.GetOptions().map_entry else MESSAGE_BYTES + ALIGNED_BYTES
+        # The most bytes of memory that the content takes per byte on the wire.
         self.factor = UNKNOWN_BYTES / 2
         for field in kind.fields:
             self._add(field)

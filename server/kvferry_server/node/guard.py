@@ -30,7 +30,7 @@ from kvferry_server.admin.node_state import CallCounts
 from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.domain.hosts import host_of
 from kvferry_server.node.connections import end_connection
-from kvferry_server.node.limits import ANSWER_TIMEOUT, LARGE_MESSAGE, MAX_PENDING_ANSWERS, RETRY_AFTER, CallLimits
+from kvferry_server.node.limits import ANSWER_TIMEOUT, LARGE_MESSAGE, MAX_PENDING_ANSWERS, RETRY_AFTER
 from kvferry_server.node.requests import KV_TRANSFER, Decode, HeldRequest, Requests
 from kvferry_server.node.tracing import Behaviour, Traced, untraced
 from kvferry_server.servicers.access import Access
@@ -58,7 +58,8 @@ class Guard(grpc.aio.ServerInterceptor):
     """Wraps every handler of one gRPC server; see the module. Belongs to one event loop.
 
     Attributes:
-        calls, streams: the budgets of running calls, by host. A host may start a call as long as it then has at most as
+        calls, streams: the budgets of running calls, by host. Streams, and calls that wait, are counted apart, so that
+            they do not keep renewals and reports out. A host may start a call as long as it then has at most as
             many calls as are free: a single host gets half, each of two a third, and one call is always free for a host
             that has none. Callers on the UNIX socket cannot be told apart and may have all.
         answers: the budget of large answers that clients have not taken yet.
@@ -66,14 +67,15 @@ class Guard(grpc.aio.ServerInterceptor):
 
     def __init__(
         self,
-        limits: CallLimits,
+        calls: int,
+        streams: int,
         access: Access,
         requests: Requests,
         counts: CallCounts | None = None,
         traced: Traced = untraced,
     ) -> None:
-        self.calls = Budget(limits.calls, 1)
-        self.streams = Budget(limits.streams, 1)
+        self.calls = Budget(calls, 1)
+        self.streams = Budget(streams, 1)
         self.answers = Budget(MAX_PENDING_ANSWERS, 0)
         self.requests = requests
         self._access = access

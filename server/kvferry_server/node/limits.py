@@ -3,18 +3,6 @@ durations in seconds. `NodeConfig` has those that a deployment may set."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class CallLimits:
-    """How many calls run at once on one address. Streams, and calls that wait (ReadBlocks), are counted apart, so that
-    they do not keep renewals and reports out."""
-
-    calls: int = 1024
-    streams: int = 8192
-
-
 MAX_REQUESTS = 16
 """Requests of one host that are being read, or worked on if they are large; as many again for requests with geometries.
 A request has at most 4 MiB."""

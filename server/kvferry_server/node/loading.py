@@ -107,29 +107,22 @@ def config_file(flag: str | None) -> Path | None:
     return Path(name) if name else None
 
 
-def renamed_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each variable with the former name of a setting, in order. Ignoring such variables could
-    mean to serve without the policy that was set."""
-    return [
-        f"{name} is not read any more: its name is {ENV_PREFIX}{setting} now"
-        for name in sorted(environment)
-        if (setting := _setting(name)) and name.upper() not in OF_CLIENTS
-    ]
-
-
-def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each variable that has a prefix of kvferry and may be meant for kvferryd, but is not read,
-    in order. The sentence names the variable that was probably meant, and shows no values."""
+def misread_variables(environment: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Return a sentence for each variable with the former name of a setting: ignoring it could mean to serve without
+    the policy that was set. And one for each other variable that has a prefix of kvferry and may be meant for kvferryd,
+    but is not read; it names the variable that was probably meant, and shows no value. Both in order."""
     settings = [ENV_PREFIX + name.upper() for name in NodeConfig.model_fields]
     known = sorted({*settings, CONFIG_FILE, *OF_CLIENTS})
     # The names of settings may have any case.
     given = {name.upper() for name in environment}
-    sentences = []
+    renamed, unread = [], []
     for name, value in sorted(environment.items()):
         upper, setting = name.upper(), _setting(name)
         if upper in OF_CLIENTS:
             if setting and ENV_PREFIX + setting not in given:
-                sentences.append(f"{name} is read by clients only; kvferryd reads {ENV_PREFIX}{setting}")
+                unread.append(f"{name} is read by clients only; kvferryd reads {ENV_PREFIX}{setting}")
+        elif setting:
+            renamed.append(f"{name} is not read any more: its name is {ENV_PREFIX}{setting} now")
         elif upper.startswith((ENV_PREFIX, CLIENT_PREFIX)) and upper not in known:
             if OF_KUBERNETES.fullmatch(f"{name}={value}"):
                 continue
@@ -137,8 +130,8 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
             rest = [one.partition("_")[2] for one in known]
             close = difflib.get_close_matches(upper.partition("_")[2], rest, n=1)
             meant = f"; did you mean {known[rest.index(close[0])]}?" if close else ""
-            sentences.append(f"nothing reads the variable {name}{meant}")
-    return sentences
+            unread.append(f"nothing reads the variable {name}{meant}")
+    return renamed, unread
 
 
 def _validated(values: Mapping[str, Any], origins: Mapping[str, str]) -> NodeConfig:

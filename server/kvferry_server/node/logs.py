@@ -18,10 +18,9 @@ import sys
 import threading
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
-from kvferry_server.domain.clock import BootClock
-from kvferry_server.domain.event_log import FIELDS, EventLog
+from kvferry_server.domain.clock import BOOT
+from kvferry_server.domain.event_log import EventLog
 
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != 9} | {
     0x2028: "\\u2028",
@@ -78,15 +77,7 @@ def _json_lines() -> logging.Formatter:
     # Imported here, because only this format needs the package.
     from pythonjsonlogger.json import JsonFormatter
 
-    class JsonLines(JsonFormatter):
-        def add_fields(self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]) -> None:
-            super().add_fields(log_data, record, message_dict)
-            log_data.pop(FIELDS, None)
-            for key, value in getattr(record, FIELDS, {}).items():
-                # No field replaces one that every line has.
-                log_data.setdefault(key, value)
-
-    return JsonLines(
+    return JsonFormatter(
         "%(asctime)s %(levelname)s %(name)s %(message)s",
         rename_fields={"asctime": "time", "levelname": "level", "name": "logger"},
         datefmt="%Y-%m-%dT%H:%M:%S%z",
@@ -140,7 +131,7 @@ class NativeLog:
         faulthandler.disable()
 
     def _read(self, verbose: bool) -> None:
-        events = EventLog(BootClock())
+        events = EventLog(BOOT)
         rest, cut = b"", False
         while got := self._reading.recv(1 << 16, socket.MSG_PEEK):
             *lines, rest = (rest + got).split(b"\n")

@@ -26,19 +26,6 @@ if TYPE_CHECKING:
     from kvferry_server.node.loading import Loaded
     from kvferry_server.node.logs import NativeLog
 
-EXTRA = {
-    "aiohttp",
-    "cryptography",
-    "grpc_health",
-    "grpc_reflection",
-    "prometheus_client",
-    "pydantic",
-    "pydantic_settings",
-    "pythonjsonlogger",
-    "uvloop",
-}
-"""Top-level packages of the extra `server`."""
-
 DESCRIPTION = """\
 The node server of kvferry: one per node. Engines of this host register their caches and publish their requests here,
 and engines of other hosts ask it for what is published here.
@@ -64,7 +51,7 @@ def main() -> None:
     try:
         sys.exit(run(sys.argv[1:]))
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in EXTRA:
+        if error.name is None or error.name.startswith("kvferry"):
             raise
         sys.exit(f"kvferryd: {error.name} is missing. Install the server with: pip install 'kvferry[server]'")
 
@@ -94,13 +81,14 @@ def run(arguments: Sequence[str]) -> int:
     loading.add_flags(parser)
     flags: dict[str, Any] = vars(parser.parse_args(arguments))
     file, check_only = flags.pop("config"), flags.pop("check_config")
-    if renamed := loading.renamed_variables(os.environ):
+    renamed, unread = loading.misread_variables(os.environ)
+    if renamed:
         return _refuse(renamed)
     try:
         loaded = loading.load(flags, loading.config_file(file))
     except loading.BadConfig as error:
         return _refuse(error.message.splitlines())
-    notes = (*loading.warnings(loaded.config), *loading.unknown_variables(os.environ))
+    notes = (*loading.warnings(loaded.config), *unread)
     little_memory = loading.memory_problems(loaded)
     if check_only:
         print(loaded.describe())
@@ -159,7 +147,6 @@ def _run(loaded: Loaded, native: NativeLog, notes: Iterable[str], *, verbose: bo
 
 
 async def _serve(loaded: Loaded, native: NativeLog) -> None:
-    from kvferry_server.domain.event_log import FIELDS
     from kvferry_server.node.connections import raise_file_limit
     from kvferry_server.node.limits import DRAIN_STREAMS, STOP_MARGIN
     from kvferry_server.node.server import NodeServer
@@ -208,7 +195,7 @@ async def _serve(loaded: Loaded, native: NativeLog) -> None:
     line = "kvferryd %(version)s ready: listens on %(addresses)s, advertises %(advertise)s, epoch %(epoch)s"
     line += ", admin %(admin)s" if server.admin else ""
     # Passed to the handlers directly, so that it appears at every log level, and as an info message.
-    fields = {FIELDS: {"event": "ready", **told}}
+    fields = {"event": "ready", **told}
     logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, line, (told,), None, extra=fields))
     ready = ("READY=1", f"STATUS=listens on {told['addresses']}")
     _tell_systemd(*ready)

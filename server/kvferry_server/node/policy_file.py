@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
+from typing import Annotated, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, TomlConfigSettingsSource
 
@@ -15,39 +16,34 @@ from kvferry_server.domain.policy import ANYBODY, Grant, Policy, Rule
 MAX_RULES = 1000  # Each call of a caller whose roles are limited looks at all rules
 
 
+def _can_fit_a_name(pattern: str) -> str:
+    if pattern.partition(":")[0].upper() in ("DNS", "URI"):
+        raise ValueError(f"{pattern!r} has openssl's prefix: write the name alone")
+    if not pattern.isascii():
+        raise ValueError(f"{pattern!r}: names in certificates are ASCII: write an international one as xn--…")
+    parts = pattern.split("/" if ":" in pattern else ".")
+    if sum(ANYBODY in part for part in parts) > 1 or any(ANYBODY in part and part != ANYBODY for part in parts):
+        raise ValueError(f"{pattern!r}: ** may stand once, as a whole part of the name")
+    return pattern
+
+
+# An empty pattern would fit nothing.
+_Pattern: TypeAlias = Annotated[str, Field(min_length=1)]
+
+
 class _Rule(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    identities: list[str] = Field(min_length=1)
-    engine: list[str] = []
-    reader: list[str] = []
-    relay: list[str] = []
+    identities: list[Annotated[_Pattern, AfterValidator(_can_fit_a_name)]] = Field(min_length=1)
+    engine: list[_Pattern] = []
+    reader: list[_Pattern] = []
+    relay: list[_Pattern] = []
     observer: bool = False
     admin: bool = False
 
     def rule(self) -> Rule:
         grant = Grant(tuple(self.engine), tuple(self.reader), tuple(self.relay), self.observer, self.admin)
         return Rule(tuple(self.identities), grant)
-
-    @field_validator("identities", "engine", "reader", "relay")
-    @classmethod
-    def _no_empty_pattern(cls, patterns: list[str]) -> list[str]:
-        if "" in patterns:
-            raise ValueError("a pattern is empty, and would fit nothing")
-        return patterns
-
-    @field_validator("identities")
-    @classmethod
-    def _can_fit_a_name(cls, patterns: list[str]) -> list[str]:
-        for pattern in patterns:
-            if pattern.partition(":")[0].upper() in ("DNS", "URI"):
-                raise ValueError(f"{pattern!r} has openssl's prefix: write the name alone")
-            if not pattern.isascii():
-                raise ValueError(f"{pattern!r}: names in certificates are ASCII: write an international one as xn--…")
-            parts = pattern.split("/" if ":" in pattern else ".")
-            if sum(ANYBODY in part for part in parts) > 1 or any(ANYBODY in part and part != ANYBODY for part in parts):
-                raise ValueError(f"{pattern!r}: ** may stand once, as a whole part of the name")
-        return patterns
 
 
 class _File(BaseModel):

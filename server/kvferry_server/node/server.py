@@ -22,7 +22,7 @@ from kvferry._wire.channel import MAX_CONNECTIONS, SERVER_OPTIONS
 from kvferry.errors import InternalError, InvalidField
 from kvferry.v1 import admin_pb2, introspection_pb2, kv_transfer_pb2
 from kvferry_server.admin.node_state import CallCounts, NodeState, ShownListener
-from kvferry_server.domain.clock import BootClock
+from kvferry_server.domain.clock import BOOT
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.policy import Policy
 from kvferry_server.home.home import Home
@@ -75,6 +75,7 @@ class NodeServer:
     """
 
     home: Home  # Set by `start`
+    _driver: asyncio.Task[None]  # Runs the home; set by `start`
     addresses: tuple[str, ...] = ()  # UNIX socket first, with real ports
     advertise: str = ""  # The address that goes into references
     admin: str = ""  # The address of the admin listener; empty: there is none
@@ -87,7 +88,6 @@ class NodeServer:
         self._relays: Relays | None = None
         self._listeners: list[Listener] = []
         self._guards: list[Guard] = []
-        self._driver: asyncio.Task[None] | None = None
         self._policy = Policy()
         self._reloading = asyncio.Lock()
         self._certificates: Certificates | None = None
@@ -118,7 +118,7 @@ class NodeServer:
         certificates = self._certificates
         if certificates is not None:
             self._begin(certificates.run(), "certificates")
-        self.home = Home(BootClock(), config.times, self.advertise, Limits(memory=config.home_memory))
+        self.home = Home(BOOT, config.times, self.advertise, Limits(memory=config.home_memory))
         relays = self._relays = Relays(
             self.advertise,
             config.tls,
@@ -147,7 +147,7 @@ class NodeServer:
             memory_limit=memory_limit(),
             calls=CallCounts(self.home.journal.events),
         )
-        self._begin(state.lag.run(), "loop-lag")
+        self._begin(state.measure_lag(), "loop-lag")
         # Before the gRPC servers: operators can see why the node server is not ready yet.
         await self._start_admin(state)
         for listener in self._listeners:
@@ -162,8 +162,6 @@ class NodeServer:
     async def failed(self) -> None:
         """Wait until the server cannot go on because of a bug, then raise `InternalError`: the home's timers have
         stopped, so that nothing would be released, or ended gRPC servers are no longer replaced."""
-        if self._driver is None:
-            raise InternalError("the server was not started")
         running = [
             self._driver,
             *(listener.replacing for listener in self._listeners if listener.replacing is not None),
@@ -293,7 +291,7 @@ class NodeServer:
         limits = {name: getattr(config, name) for name in ("max_calls", "max_streams", "max_connections")}
         requests = Requests(self._worker, self.home.time_slices)
         traced = untraced if self._tracing is None else self._tracing.traced
-        guard = Guard(config.call_limits, access, requests, state.calls, traced)
+        guard = Guard(config.max_calls, config.max_streams, access, requests, state.calls, traced)
 
         def add_services(server: Any) -> None:
             add_servicers(server, self.home, relays, self._worker, names, drain=self.drain, call_limits=limits)

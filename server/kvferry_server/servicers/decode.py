@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 
 from kvferry._prompt import MARK_BYTES
 from kvferry._wire.authority import AGENT_KEY_BYTES, proves_agent
-from kvferry._wire.geometry_codec import groups_from_proto, rank_from_proto, region_from_proto, runs_from_proto
+from kvferry._wire.geometry_codec import (
+    groups_from_proto,
+    rank_from_proto,
+    rank_to_proto,
+    region_from_proto,
+    runs_from_proto,
+)
 from kvferry._wire.reference import ENGINE_PREFIX, HINT_DIGEST_BYTES, parse_engine_reference, parse_reference
 from kvferry._wire.status import reason_name
 from kvferry._wire.version import Version
@@ -17,7 +23,7 @@ from kvferry.geometry.blocks import BlockRuns, Unfinished
 from kvferry.geometry.model import EngineGeometry
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.engine_description import agent_bytes, engine_header, rank_bytes
+from kvferry_server.domain.engine_description import agent_to_proto, engine_header
 from kvferry_server.domain.identity import EngineRef, Names, RouterKey, RouterReference
 from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES
 from kvferry_server.domain.reads import LeaseRequest, RankOutcome, RankReport, ReadKey, RoutedRequest
@@ -51,7 +57,7 @@ def registration(request: pb.RegisterCacheRequest) -> Registration:
         version=Version.from_proto(request.version),
         partial=request.partial,
     )
-    size = len(rank_bytes(made)) + len(agent_bytes(made.agent))
+    size = rank_to_proto(made.geometry).ByteSize() + agent_to_proto(made.agent).ByteSize()
     if size > MAX_RANK_BYTES:
         raise InvalidField("rank", f"{size} bytes with its agent", f"at most {MAX_RANK_BYTES} bytes")
     header = engine_header(made.engine, made).ByteSize()
@@ -207,12 +213,13 @@ def _router_key(message: pb.Publish) -> RouterKey | None:
 
 
 def _blocks(message: pb.Publish) -> bytes:
-    """Return the step as readers get it: as the source sent it, without fields that this server does not know."""
+    """Return the step as a part of readers' answers: as the source sent it, without fields that this server does not
+    know."""
     blocks = pb.Blocks(step=message.step, groups=message.groups, marks=message.marks)
     if message.HasField("unfinished"):
         blocks.unfinished.CopyFrom(message.unfinished)
     blocks.DiscardUnknownFields()
-    return blocks.SerializeToString()
+    return pb.ReadBlocksResponse(blocks=[blocks]).SerializeToString()
 
 
 def reports(message: pb.ReadDone | pb.Validate, max_parties: int) -> tuple[RankReport, ...]:

@@ -8,7 +8,6 @@ from kvferry._wire.version import OURS_ENCODED
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.engine_description import embedded
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NAMED_RANKS
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
@@ -55,7 +54,7 @@ def read_answer(epoch: bytes, read: ReadAnswer, values: Times, now: float) -> by
     for step in publication.steps[read.next_step : read.next_step + READ_STEPS]:
         if room <= 0:
             break
-        steps.append(embedded(pb.ReadBlocksResponse.BLOCKS_FIELD_NUMBER, step.encoded))
+        steps.append(step.encoded)
         room -= len(step.encoded)
     if read.next_step + len(steps) == len(publication.steps):
         if publication.complete:
@@ -104,14 +103,10 @@ def request_state(publication: PublicationRecord) -> ipb.RequestState.ValueType:
 
 def engine_summary(engine: Engine, publications: int, leases: int) -> ipb.EngineSummary:
     """Encode the summary of an engine; `publications` are the unreleased ones, `leases` the live ones."""
-    state = ipb.ENGINE_STATE_READY
-    if engine.lost_at is not None:
-        state = ipb.ENGINE_STATE_LOST
-    elif engine.num_missing or engine.first is None:
-        state = ipb.ENGINE_STATE_INCOMPLETE
     return ipb.EngineSummary(
         engine=engine_ref(engine.ref),
-        state=state,
+        # A dead engine is neither listed nor found.
+        state=ipb.EngineState.Value(f"ENGINE_STATE_{engine.state.upper()}"),
         num_ranks=engine.num_ranks,
         missing_ranks=engine.missing_ranks(MAX_NAMED_RANKS),
         num_missing=engine.num_missing,

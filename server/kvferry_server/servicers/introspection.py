@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TypeVar
-
-from google.protobuf.message import Message
 
 from kvferry._clock import to_duration
 from kvferry._wire.channel import MAX_MESSAGE_BYTES, MAX_NOTIFY_BYTES
@@ -22,24 +19,16 @@ from kvferry.planner.plan import plan_read
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionServicer
-from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.engine_description import engine_header
-from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES
-from kvferry_server.domain.ordered import Ordered
-from kvferry_server.domain.publications import Lease, PublicationRecord
-from kvferry_server.domain.router_keys import WaitingRead
 from kvferry_server.home.home import Home
-from kvferry_server.servicers import checks, encode, limits
+from kvferry_server.servicers import checks, encode, limits, lists
 from kvferry_server.servicers.callers import Context, remote_host
 from kvferry_server.servicers.limits import ENGINE_PAGE_BYTES, MAX_PAGE_SIZE, MAX_PLAN_BYTES
-from kvferry_server.servicers.paging import make_token, number_key, page, parse_token
+from kvferry_server.servicers.paging import make_token, number_key, parse_token
 from kvferry_server.servicers.worker import Worker
 
 PLAN_SECONDS = 5  # Longest planning of one PlanRead. Some engines take minutes; ranks that are left out are named.
-
-Entry = TypeVar("Entry")
-Summary = TypeVar("Summary", bound=Message)
 
 CAPABILITIES = (
     "admin",
@@ -102,13 +91,7 @@ class Introspection(IntrospectionServicer):
             )
 
     async def ListEngines(self, request: ipb.ListEnginesRequest, context: Context) -> ipb.ListEnginesResponse:
-        home = self._home
-        with home.turn():
-            engines = {engine.ref: Ordered[Engine]() for engine in home.engines.engines()}
-            for engine in home.engines.engines():
-                engines[engine.ref].add((), engine)
-            summaries, token = page(engines, self._summary, request.page_size, request.page_token)
-        return ipb.ListEnginesResponse(home_epoch=home.epoch, engines=summaries, next_page_token=token)
+        return lists.engines(self._home, request)
 
     async def GetEngine(self, request: ipb.GetEngineRequest, context: Context) -> ipb.GetEngineResponse:
         home = self._home
@@ -117,7 +100,7 @@ class Introspection(IntrospectionServicer):
         most = checks.within("page_size", request.page_size, MAX_PAGE_SIZE) or MAX_PAGE_SIZE
         with home.turn():
             engine = home.engines.find_live(engine_id, incarnation)
-            summary, description, first = self._summary(engine), engine.description, engine.first
+            summary, description, first = lists.engine_summary(home, engine), engine.description, engine.first
         if description is None or first is None:
             geometry = geometry_pb2.EngineGeometry(engine_id=engine_id, incarnation=engine.ref.incarnation)
             return ipb.GetEngineResponse(home_epoch=home.epoch, summary=summary, geometry=geometry)
@@ -140,44 +123,10 @@ class Introspection(IntrospectionServicer):
         return await self._worker.run(remote_host(context), 0, answer)
 
     async def ListRequests(self, request: ipb.ListRequestsRequest, context: Context) -> ipb.ListRequestsResponse:
-        def described(publication: PublicationRecord) -> tuple[str, Sequence[Lease]]:
-            return publication.request_id, publication.reads
-
-        records = self._home.records
-        summaries, token = self._page(request, records.listed_publications, encode.request_summary, described)
-        return ipb.ListRequestsResponse(home_epoch=self._home.epoch, requests=summaries, next_page_token=token)
+        return lists.requests(self._home, request)
 
     async def ListTransfers(self, request: ipb.ListTransfersRequest, context: Context) -> ipb.ListTransfersResponse:
-        def described(read: Lease | WaitingRead) -> tuple[str, Sequence[Lease | WaitingRead]]:
-            return "" if isinstance(read, WaitingRead) else read.publication.request_id, (read,)
-
-        records = self._home.records
-        summaries, token = self._page(request, records.listed_reads, encode.transfer_summary, described)
-        return ipb.ListTransfersResponse(home_epoch=self._home.epoch, transfers=summaries, next_page_token=token)
-
-    def _page(
-        self,
-        request: ipb.ListRequestsRequest | ipb.ListTransfersRequest,
-        listed: Callable[[], Mapping[EngineRef, Ordered[Entry]]],
-        summary: Callable[[Entry, float], Summary],
-        described: Callable[[Entry], tuple[str, Sequence[Lease | WaitingRead]]],
-    ) -> tuple[list[Summary], str]:
-        """Return a page of a listing, and the token of the next page. `described` returns an entry's request_id and
-        reads, for the request's filters; each filter may be empty. Raises `InvalidField`."""
-        engine_id = checks.text("engine_id", request.engine_id, least=0)
-        request_id = checks.text("request_id", request.request_id, least=0)
-        reader = checks.text("reader_engine_id", request.reader_engine_id, least=0)
-
-        def wanted(entry: Entry) -> tuple[bool, int]:
-            found, reads = described(entry)
-            if request_id not in ("", found):
-                return False, 1
-            return not reader or any(read.request.read.reader.engine_id == reader for read in reads), 1 + len(reads)
-
-        with self._home.turn() as now:
-            entries = {ref: each for ref, each in listed().items() if engine_id in ("", ref.engine_id)}
-            among = wanted if request_id or reader else None
-            return page(entries, lambda entry: summary(entry, now), request.page_size, request.page_token, among)
+        return lists.transfers(self._home, request)
 
     async def PlanRead(self, request: ipb.PlanReadRequest, context: Context) -> ipb.PlanReadResponse:
         """Plan a read without making it, for the ranks in the request; ranks that do not fit the answer are named."""
@@ -230,9 +179,6 @@ class Introspection(IntrospectionServicer):
             engine = self._home.engines.find_live(engine_id)
             description = engine.check_readable()
         return await self._worker.run(host, 0, lambda: description.geometry)
-
-    def _summary(self, engine: Engine) -> ipb.EngineSummary:
-        return encode.engine_summary(engine, *self._home.records.counts(engine.ref))
 
 
 def _rank_after(page_token: str) -> tuple[bytes, int]:

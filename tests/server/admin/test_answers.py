@@ -56,10 +56,11 @@ def test_state_shows_version_engines_and_settings(watched: Watched) -> None:
 
 
 def test_lists_come_in_pages(watched: Watched) -> None:
-    first = {name: get(watched.admin, f"/statusz/{name}").json for name in ("engines", "requests", "reads")}
-    assert [row["engine_id"] for row in first["engines"]["engines"]] == [watched.party.name]
-    assert {row["request_id"] for row in first["requests"]["requests"]} == {"request-1", "request-2"}
-    assert {row["state"] for row in first["reads"]["reads"]} >= {"reading", "valid"}
+    lists = {"engines": "engines", "requests": "requests", "reads": "transfers"}
+    engines, requests, reads = (get(watched.admin, f"/statusz/{path}").json[name] for path, name in lists.items())
+    assert [row["engine"]["engine_id"] for row in engines] == [watched.party.name]
+    assert {row["request_id"] for row in requests} == {"request-1", "request-2"}
+    assert {row["read"]["state"] for row in reads} >= {"READ_STATE_READING", "READ_STATE_VALID"}
     for _ in range(60):
         watched.party.publish()
     page = get(watched.admin, "/statusz/requests").json
@@ -67,7 +68,7 @@ def test_lists_come_in_pages(watched: Watched) -> None:
     rest = get(watched.admin, f"/statusz/requests?page_token={page['next_page_token']}").json
     assert rest["next_page_token"] == ""
     numbers = [row["publication"] for row in page["requests"] + rest["requests"]]
-    assert numbers == list(range(1, len(numbers) + 1))
+    assert numbers == [str(number) for number in range(1, len(numbers) + 1)]
     ended = get(watched.admin, "/statusz/last-reads").json["reads"]
     assert [row["state"] for row in ended] == ["valid"]
     assert ended[0]["bytes"] == 7

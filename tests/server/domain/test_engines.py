@@ -267,7 +267,7 @@ def _with_agent(name: str) -> Callable[[Registration], Registration]:
             lambda given: dataclasses.replace(given, groups=(dataclasses.replace(FULL, null_block=1),)),
         ),
         (
-            "rank.labels",
+            "rank.labels[tp_rank]",
             lambda given: dataclasses.replace(given, geometry=dataclasses.replace(given.geometry, labels={})),
         ),
         (

@@ -324,7 +324,7 @@ def test_blocks_may_be_published_layer_by_layer(scene: Scene) -> None:
     scene.publish(step=5, **{**both, "unfinished": Unfinished((blocks(12, count=1),), ("a",))})
     scene.publish(step=6, groups=(blocks(12, count=1),))
     assert found.blocks == 4 + 6 + 2 + 1
-    told = pb.Blocks.FromString(found.steps[2].encoded)
+    (told,) = pb.ReadBlocksResponse.FromString(found.steps[2].encoded).blocks
     assert told == pb.Blocks(step=2, unfinished=pb.Unfinished(layers=["b", "c"]))
 
 
@@ -398,7 +398,7 @@ def marked(*ends: int, digest: bytes = b"d" * 16) -> tuple[PromptMark, ...]:
 def test_marks_are_kept_with_the_step_that_stated_them(scene: Scene) -> None:
     scene.publish(last=False, marks=marked(100, 64))
     found = scene.publish(step=1, marks=marked(128))
-    told = [pb.Blocks.FromString(step.encoded).marks for step in found.steps]
+    told = [pb.ReadBlocksResponse.FromString(step.encoded).blocks[0].marks for step in found.steps]
     assert [[(mark.end, mark.digest) for mark in marks] for marks in told] == [
         [(100, b"d" * 16), (64, b"d" * 16)],
         [(128, b"d" * 16)],

@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.errors import LimitReached, WatchTakenOver
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.clock import BootClock
+from kvferry_server.domain.clock import BOOT
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.publications import PublicationOutcome, PublicationRecord
 from kvferry_server.domain.reads import RevokeReason
@@ -56,7 +56,7 @@ async def next_event(home: Home, feed: Feed) -> Numbered:
 
 
 async def test_deadlines_fire_without_calls_and_also_before_the_awaited_deadline() -> None:
-    home = Home(BootClock(), Times(ttl=0.05, max_ttl=0.05, hold=0.05, final=60), "node:1")
+    home = Home(BOOT, Times(ttl=0.05, max_ttl=0.05, hold=0.05, final=60), "node:1")
     async with driven(home) as feed:
         with home.turn():
             home.sources.publish(P, offer())

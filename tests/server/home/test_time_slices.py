@@ -13,7 +13,7 @@ import pytest
 
 from kvferry._wire.reference import format_reference
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.clock import BootClock
+from kvferry_server.domain.clock import BOOT
 from kvferry_server.domain.identity import NOBODY
 from kvferry_server.domain.times import Times
 from kvferry_server.home.home import Home
@@ -31,7 +31,7 @@ class Shared:
     """A home, and its calls in the order in which they come."""
 
     def __init__(self) -> None:
-        self.home = Home(BootClock(), Times(), "10.0.0.9:1")
+        self.home = Home(BOOT, Times(), "10.0.0.9:1")
         self.home.time_slices = TimeSlices(lambda: 2 * TIME_SLICE * self.worked())
         self._relays = Relays("10.0.0.9:1", None, anywhere=False)
 

@@ -20,7 +20,7 @@ from kvferry_server.node.loading import (
     config_file,
     configure,
     load,
-    unknown_variables,
+    misread_variables,
 )
 from tests.support.node_servers import Kvferryd, command, environment
 from tests.support.repository import ROOT
@@ -184,9 +184,9 @@ def test_unknown_variable_is_reported_with_the_variable_that_was_meant() -> None
         "KVFERRY_PORT": "tcp://10.96.0.9:7423",
         "KVFERRY_NODE_PORT_7423_TCP_ADDR": "10.96.0.9",
     }
-    assert unknown_variables({**known, **services}) == []
+    assert misread_variables({**known, **services}) == ([], [])
     wrong = {"KVFERRYD_LISTN": "x", "KVFERRY_SOMETHING": "x", "KVFERRYD_ADMIN_PORT": "1"}
-    assert unknown_variables({**known, **wrong}) == [
+    assert misread_variables({**known, **wrong})[1] == [
         "nothing reads the variable KVFERRYD_ADMIN_PORT; did you mean KVFERRYD_ADMIN?",
         "nothing reads the variable KVFERRYD_LISTN; did you mean KVFERRYD_LISTEN?",
         "nothing reads the variable KVFERRY_SOMETHING",
@@ -204,7 +204,7 @@ def test_variables_of_clients_are_known() -> None:
     read = set(re.findall(r"\bKVFERRY_[A-Z_]*[A-Z]\b", text))
     assert set(OF_CLIENTS) <= read
     settings = dict.fromkeys(("KVFERRYD_TLS_CA", "KVFERRYD_TLS_CERT", "KVFERRYD_TLS_KEY", "KVFERRYD_DIRECTORY"), "x")
-    assert unknown_variables({**dict.fromkeys(read, "x"), **settings}) == []
+    assert misread_variables({**dict.fromkeys(read, "x"), **settings}) == ([], [])
 
 
 def checked(**variables: str) -> subprocess.CompletedProcess[str]:

@@ -30,7 +30,6 @@ from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer, add_KVTransferSe
 from kvferry_server.home.time_slices import TimeSlices
 from kvferry_server.node.grpc_server import make_server
 from kvferry_server.node.guard import UNKNOWN_METHOD, Guard
-from kvferry_server.node.limits import CallLimits
 from kvferry_server.node.requests import Arrivals, Requests
 from kvferry_server.servicers.access import TRUSTED
 from kvferry_server.servicers.worker import Worker
@@ -89,9 +88,9 @@ class Servicer(KVTransferServicer):
 
 @asynccontextmanager
 async def guarded(
-    limits: CallLimits | None = None, socket: Path | None = None
+    most: int = 1024, socket: Path | None = None
 ) -> AsyncIterator[tuple[KVTransferAsyncStub, Servicer, Guard, Any]]:
-    guard, servicer = Guard(limits or CallLimits(), TRUSTED, Requests(Worker(), TimeSlices())), Servicer()
+    guard, servicer = Guard(most, most, TRUSTED, Requests(Worker(), TimeSlices())), Servicer()
     server = make_server(guard, SERVER_OPTIONS, lambda server: add_KVTransferServicer_to_server(servicer, server))
     port = server.add_insecure_port("127.0.0.1:0" if socket is None else f"unix:{socket}")
     await server.start()
@@ -194,7 +193,7 @@ async def test_unknown_method_gets_a_typed_error() -> None:
 
 
 async def test_calls_over_the_limit_get_a_retry_delay() -> None:
-    async with guarded(CallLimits(calls=1, streams=1)) as (stub, servicer, _, __):
+    async with guarded(1) as (stub, servicer, _, __):
         waiting = asyncio.ensure_future(CALLS[0](stub, "wait"))
         await asyncio.wait_for(servicer.entered.wait(), 10)
         error = await failure(CALLS[0](stub, ""))
@@ -210,7 +209,7 @@ async def test_calls_over_the_limit_get_a_retry_delay() -> None:
 
 
 async def test_stream_over_the_limit_does_not_end_the_first() -> None:
-    async with guarded(CallLimits(calls=1, streams=1)) as (stub, servicer, guard, _):
+    async with guarded(1) as (stub, servicer, guard, _):
         waiting = asyncio.ensure_future(CALLS[1](stub, "wait"))
         await asyncio.wait_for(servicer.entered.wait(), 10)
         for more in CALLS[1:]:
@@ -247,7 +246,7 @@ async def test_stream_ends_when_its_client_leaves() -> None:
 async def test_host_has_half_of_the_calls_and_the_socket_all(over: str, allowed: int, tmp_path: Path) -> None:
     """Callers on the UNIX socket cannot be told apart."""
     socket = tmp_path / "s" if over == "UNIX" else None
-    async with guarded(CallLimits(calls=8, streams=8), socket) as (stub, servicer, guard, _):
+    async with guarded(8, socket) as (stub, servicer, guard, _):
         waiting = [asyncio.ensure_future(CALLS[0](stub, "wait")) for _ in range(allowed)]
         await asyncio.wait_for(until(lambda: guard.calls.used == allowed), 10)
         error = await failure(CALLS[0](stub, ""))
@@ -259,7 +258,7 @@ async def test_host_has_half_of_the_calls_and_the_socket_all(over: str, allowed:
 
 
 def test_hosts_share_the_calls() -> None:
-    budget, shares = Guard(CallLimits(calls=100), TRUSTED, Requests(Worker(), TimeSlices())).calls, []
+    budget, shares = Guard(100, 1, TRUSTED, Requests(Worker(), TimeSlices())).calls, []
     for host in "abc":
         while budget.fits(host):
             budget.take(host)

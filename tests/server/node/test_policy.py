@@ -297,7 +297,7 @@ def test_administration_is_for_the_unix_socket_and_identities_that_the_policy_na
         ("[[rule]]\nidentites = ['a']", "rule.1.identites: no such field; did you mean identities?"),
         ("[[rules]]\nidentities = ['a']", "rules: no such field; did you mean rule?"),
         ("[[rule]]\nidentities = ['a']\n[[rule]]\nidentities = 'b'", "rule.2.identities"),
-        ("[[rule]]\nidentities = ['a']\nreader = ['']", "a pattern is empty"),
+        ("[[rule]]\nidentities = ['a']\nreader = ['']", "rule.1.reader.1: string should have at least 1 character"),
         ("[[rule]]\nidentities = ['URI:spiffe://a/b']", "write the name alone"),
         ("[[rule]]\nidentities = ['spiffe://a/**b']", "as a whole part of the name"),
         ("[[rule]]\nidentities = ['a']\nadmin = 'yes'", "rule.1.admin"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from kvferry._wire.geometry_codec import rank_to_proto
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.engine_description import agent_bytes, rank_bytes
+from kvferry_server.domain.engine_description import agent_to_proto
 from kvferry_server.servicers import decode
 from tests.support.node_in_process import register_request
 from tests.support.parties import rank_geometry
@@ -12,7 +13,7 @@ from tests.support.parties import rank_geometry
 def size_of(request: pb.RegisterCacheRequest) -> int:
     """Bytes of a rank and its agent as sent to readers."""
     made = decode.registration(request)
-    return len(rank_bytes(made)) + len(agent_bytes(made.agent))
+    return rank_to_proto(made.geometry).ByteSize() + agent_to_proto(made.agent).ByteSize()
 
 
 def of_size(size: int, rank: int = 0, ranks: int = 1) -> pb.RegisterCacheRequest:

@@ -31,20 +31,12 @@ class BadPayload(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class AuxRows:
-    """The buffers of one rank in which each request has a row.
+    """The buffers of one rank in which each request has a row. Raises `InvalidField` if a row may be larger than a
+    payload."""
 
-    Attributes:
-        addresses: addresses of the buffers, in SGLang's order.
-        sizes: bytes of a row, by buffer.
-        vocabulary: number of tokens of the model: other tokens would end the scheduler.
-
-    Raises:
-        InvalidField: a row may be larger than a payload.
-    """
-
-    addresses: tuple[int, ...]
-    sizes: tuple[int, ...]
-    vocabulary: int
+    addresses: tuple[int, ...]  # of the buffers, in SGLang's order
+    sizes: tuple[int, ...]  # bytes of a row, by buffer
+    vocabulary: int  # number of tokens of the model: other tokens would end the scheduler
 
     def __post_init__(self) -> None:
         largest = len(MAGIC) + _HEAD.size + sum(_ROW.size + size for size in self.sizes)

@@ -21,34 +21,18 @@ STATES = ("swa",)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of the backend, equal in all processes of an engine.
+    """The settings of the backend, equal in all processes of an engine: each is the variable ``KVFERRY_`` and its name
+    in capitals. Raises `InvalidField`, which names the variable."""
 
-    Attributes:
-        address: ``KVFERRY_ADDRESS``, address of this node's server, ``unix:/path`` or ``host:port``.
-        engine_id: ``KVFERRY_ENGINE_ID``; empty: made of the host's name and the instance's port.
-        allowed_homes: ``KVFERRY_ALLOWED_HOMES``, shell patterns with commas between them, for the ``host:port`` of
-            homes to which the client may connect without TLS.
-        directory: ``KVFERRY_DIRECTORY``, URL of the directory of homes and engines; empty: none.
-        read_timeout: ``KVFERRY_READ_TIMEOUT``, seconds until a read fails, the wait for its publication included.
-        start_timeout: ``KVFERRY_START_TIMEOUT``, seconds for which the engine waits for its node server.
-        layer_names: ``KVFERRY_LAYER_NAMES``, names of the layers, with ``{}`` for their numbers: engines read from each
-            other only layers of the same names.
-        prompt_check: ``KVFERRY_PROMPT_CHECK``, "compare", "require" or "off": see `Client`.
-        tls: ``KVFERRY_TLS_CA``, ``KVFERRY_TLS_CERT`` and ``KVFERRY_TLS_KEY``, names of PEM files; None: no TLS.
-
-    Raises:
-        InvalidField: names the variable.
-    """
-
-    address: str
-    engine_id: str
-    allowed_homes: tuple[str, ...]
-    directory: str
-    read_timeout: float
-    start_timeout: float
-    layer_names: str
-    prompt_check: str
-    tls: TlsConfig | None
+    address: str  # of this node's server, ``unix:/path`` or ``host:port``
+    engine_id: str  # empty: made of the host's name and the instance's port
+    allowed_homes: tuple[str, ...]  # shell patterns of ``host:port`` of homes that need no TLS
+    directory: str  # URL of the directory of homes and engines; empty: none
+    read_timeout: float  # seconds until a read fails, the wait for its publication included
+    start_timeout: float  # seconds for which the engine waits for its node server
+    layer_names: str  # names of the layers, with ``{}`` for their numbers; engines read only layers of the same names
+    prompt_check: str  # "compare", "require" or "off": see `Client`
+    tls: TlsConfig | None  # of the PEM files TLS_CA, TLS_CERT and TLS_KEY; None: no TLS
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> Settings:
