@@ -41,7 +41,7 @@ def grant(read_id: str = "one", *, local: bool = True, timeout: float = 60.0) ->
     mine = (BlockRuns.of_blocks("full", LOCAL["full"]),) if local else ()
     return Grant(
         f"request {read_id}", read_id, "home:1", "prefill", b"i" * 16, 7, "reference", "theirs", b"l" * 16, timeout,
-        runs, b"payload", mine, (16, 32),
+        runs, mine, (16, 32), payload=b"payload",
     )  # fmt: skip
 
 
@@ -227,7 +227,7 @@ def test_a_share_reads_granted_blocks_into_attached_blocks(world: World) -> None
     assert (first.engine_id, first.incarnation, first.publication) == ("prefill", b"i" * 16, 7)
     assert (first.reference, first.lease, first.wanted.tails) == ("reference", SchedulersLease(b"l" * 16), Tails.ZERO)
     assert before + 60.0 <= first.deadline <= after + 60.0
-    assert [blocks["full"].ids.tolist() for blocks in (first.granted, first.wanted.blocks)] == [[3, 4], [20, 7]]
+    assert [blocks["full"].ids.tolist() for blocks in (first.granted.blocks, first.wanted.blocks)] == [[3, 4], [20, 7]]
     assert (first.wanted.tokens, second.wanted.tokens, second.wanted.tails) == ((16, 32), (0, 8), Tails.KEEP)
     assert second.wanted.blocks["full"].ids.tolist() == [1, 2]
     # Of an attached grant too, blocks that are given go first.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,13 +81,13 @@ def blocks(first: int = 0, count: int = 4, start: int = 1, group: str = "full") 
     return BlockRuns(group, first * BLOCK, (first + count) * BLOCK, 0, (start,), (count,))
 
 
-def offer(number: int = 1, step: int = 0, **changes: Any) -> PublicationStep:
+def offer(number: int = 1, step: int = 0, marks: Sequence[pb.PromptMark] = (), **changes: Any) -> PublicationStep:
     given: dict[str, Any] = {
         "request_id": f"r{number}",
         "groups": (blocks(4 * step, start=1 + 4 * step),),
+        "mark_ends": tuple(mark.end for mark in marks),
     }
     made = PublicationStep(number, index=step, **{**given, **changes})
-    marks = (pb.PromptMark(end=mark.end, digest=mark.digest) for mark in made.marks)
     told = pb.Blocks(step=step, groups=map(runs_to_proto, made.groups), marks=marks)
     if made.unfinished is not None:
         begun = map(runs_to_proto, made.unfinished.groups)

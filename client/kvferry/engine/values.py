@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from kvferry._arguments import flag, integer, mapping, several, text, texts, token_range
 from kvferry._reads.read_times import ReadTimes, ShareWork
+from kvferry._wire.publication import Told
 from kvferry.errors import InvalidField, KvferryError, from_name
 from kvferry.geometry.blocks import BlockRuns, Blocks, Unfinished
 
@@ -32,7 +33,7 @@ class _Plain:
 
 
 @dataclass(frozen=True, slots=True)
-class _Leased:
+class _Leased(Told):
     """The fields of `Offer` and `Grant`; see `Offer`."""
 
     request_id: str
@@ -46,7 +47,6 @@ class _Leased:
     lease_id: bytes = field(repr=False)
     timeout: float
     granted: tuple[BlockRuns, ...]
-    payload: bytes = b""
     traceparent: str = field(default="", kw_only=True)
     complete: bool = field(default=True, kw_only=True)
     unfinished: Unfinished | None = field(default=None, kw_only=True)
@@ -61,7 +61,8 @@ class Offer(_Leased):
     """Names the source's blocks, which are pinned for a request that has no blocks of its own yet.
 
     Returned by `SchedulerPort.granted`. `SchedulerPort.attach` adds blocks to read into, and returns the `Grant` that
-    workers start.
+    workers start. Has the attributes of `Told` as well. `ReadEnd` has them, too: without a lease, they are the source's
+    only if the read ends well.
 
     Attributes:
         request_id: the reader engine's name for the request.
@@ -74,8 +75,6 @@ class Offer(_Leased):
             reference, and the home says at the end of the read whether they were still published.
         timeout: seconds left until the read fails (R5), counted from when the port returned this value.
         granted: the source's blocks by group, as far as they are known; see `blocks`.
-        payload: opaque bytes from the source; empty until the blocks are complete. `ReadEnd.payload` has them as well;
-            without a lease, they are the source's only if the read ends well.
         traceparent: of the read's span, for the spans of its ranks; empty: not traced.
         complete: the source has published all blocks, and `granted` are all. False only for a read that was acquired
             with ``progressive=True``; `SchedulerPort.attach` then needs `tokens`, and `SchedulerPort.grant_steps`
@@ -226,14 +225,14 @@ class ReadSource:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadEnd:
-    """The end of a read on all ranks together.
+class ReadEnd(Told):
+    """The end of a read on all ranks together. Has the attributes of `Told` as well, which are empty if they came from
+    a reference, and the read failed.
 
     Attributes:
         error: why the bytes do not count; None: they count.
         quiet: no write to the blocks is possible any more, on any rank.
         ranks: number of ranks that have reported: all of them, unless the scheduler's port gave up waiting.
-        payload: opaque bytes from the source; empty if they came from a reference, and the read failed.
         lost: ids of the blocks whose bytes do not count, by group: all blocks of a failed read.
         confirmed: see `ReadResult`.
         source: None: no home has granted the read.
@@ -247,7 +246,6 @@ class ReadEnd:
     error: KvferryError | None
     quiet: bool
     ranks: int
-    payload: bytes
     bytes: int
     lost: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     confirmed: bool = False

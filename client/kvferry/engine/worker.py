@@ -11,6 +11,7 @@ from functools import partial
 from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, Cache, runtime_of
 from kvferry._client import CLOSE_TIMEOUT, Client, announce, discard, register_memory
+from kvferry._control.granted_steps import GrantedPart
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing
 from kvferry._memory.tails import Tails
@@ -215,7 +216,9 @@ class WorkerPort(Closing):
             publication=grant.publication,
             reference=grant.reference,
             lease=SchedulersLease(grant.lease_id),
-            granted=grant.blocks(),
+            granted=GrantedPart(
+                blocks=grant.blocks(), complete=arguments.flag("complete", grant.complete), unfinished=grant.unfinished
+            ),
             wanted=Wanted(
                 blocks=mine,
                 tokens=arguments.token_range(grant.tokens if tokens is None else tokens),
@@ -223,10 +226,8 @@ class WorkerPort(Closing):
             ),
             deadline=runtime.loop.now() + arguments.seconds("timeout", grant.timeout, zero=True),
             traceparent=arguments.text("traceparent", grant.traceparent),
-            complete=arguments.flag("complete", grant.complete),
-            unfinished=grant.unfinished,
         )
-        if order.wanted.tokens is None and not order.complete:
+        if order.wanted.tokens is None and not order.granted.complete:
             raise InvalidField("tokens", None, "the tokens to read, since the grant is not complete")
         with self._lock:
             if self._done.get(grant.read_id):
@@ -360,8 +361,8 @@ class WorkerPort(Closing):
             for step in self._steps.take(read_id):
                 if step.lease_id and isinstance(read.order.lease, SchedulersLease):
                     read.order.lease.lease_id = step.lease_id
-                add = partial(read.add, step.blocks(), step.unfinished, last=step.last)
-                runtime_of(self.cache).loop.call(add)
+                more = GrantedPart(step.blocks(), complete=step.last, unfinished=step.unfinished)
+                runtime_of(self.cache).loop.call(partial(read.add, more))
 
     def _forget(self, read_id: str) -> None:
         """Forget a read that has ended, is quiet and was acknowledged. Called with the lock held."""

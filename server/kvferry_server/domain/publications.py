@@ -121,7 +121,7 @@ class PublicationRecord:
         if step.unfinished is not None:
             self.unfinished.update({blocks.group: blocks.end for blocks in step.unfinished.groups})
             self.layers.update(step.unfinished.layers)
-        self.mark_ends.extend(mark.end for mark in step.marks)
+        self.mark_ends.extend(step.mark_ends)
 
     def drop_steps(self) -> None:
         """Drop the steps: no reader gets them any more."""
@@ -267,7 +267,7 @@ def check_follows(publication: PublicationRecord, step: PublicationStep) -> None
     if publication.steps:
         _check_continues(publication, step)
     _check_unfinished(publication, step)
-    if step.marks:
+    if step.mark_ends:
         _check_marks(publication.mark_ends, step)
 
 
@@ -316,7 +316,7 @@ def _check_unfinished(publication: PublicationRecord, step: PublicationStep) -> 
 
 
 def _check_marks(before: Sequence[int], step: PublicationStep) -> None:
-    ends = [*before, *(mark.end for mark in step.marks)]
+    ends = [*before, *step.mark_ends]
     if len(ends) > MAX_MARKS:
         raise InvalidField("publish.marks", f"{len(ends)} marks", f"at most {MAX_MARKS} over all steps")
     twice = next((end for index, end in enumerate(ends) if end in ends[:index]), None)

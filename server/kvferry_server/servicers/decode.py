@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from kvferry._prompt import MARK_BYTES
 from kvferry._wire.authority import AGENT_KEY_BYTES, proves_agent
 from kvferry._wire.geometry_codec import groups_from_proto, rank_from_proto, region_from_proto, runs_from_proto
+from kvferry._wire.publication import blocks_of
 from kvferry._wire.reference import ENGINE_PREFIX, HINT_DIGEST_BYTES, parse_engine_reference, parse_reference
 from kvferry._wire.status import reason_name
 from kvferry._wire.version import Version
@@ -22,7 +23,7 @@ from kvferry_server.domain.identity import EngineRef, Names, RouterKey, RouterRe
 from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES
 from kvferry_server.domain.reads import LeaseRequest, RankOutcome, RankReport, ReadKey, RoutedRequest
 from kvferry_server.domain.registrations import Agent, Registration
-from kvferry_server.domain.steps import PromptMark, PublicationStep
+from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.domain.watch_feed import Process, Role
 from kvferry_server.servicers.checks import engine_ref, exactly, positive, random_bytes, session_secret, text, within
 from kvferry_server.servicers.limits import (
@@ -173,8 +174,8 @@ def publication_step(message: pb.Publish, max_reads: int) -> PublicationStep:
         checksums=message.checksums,
         router_key=_router_key(message),
         unfinished=_unfinished(message.unfinished) if message.HasField("unfinished") else None,
-        marks=_marks(message.marks),
-        encoded=_blocks(message),
+        mark_ends=_mark_ends(message.marks),
+        encoded=blocks_of(message).SerializeToString(),
         hint_digest=exactly("publish.hint_digest", message.hint_digest, HINT_DIGEST_BYTES, optional=True),
     )
 
@@ -187,13 +188,14 @@ def _unfinished(message: pb.Unfinished) -> Unfinished:
     )
 
 
-def _marks(messages: Sequence[pb.PromptMark]) -> tuple[PromptMark, ...]:
+def _mark_ends(messages: Sequence[pb.PromptMark]) -> tuple[int, ...]:
     if len(messages) > MAX_MARKS:
         raise InvalidField("publish.marks", f"{len(messages)} marks", f"at most {MAX_MARKS} over all steps")
     for mark in messages:
         if not mark.end:
             raise InvalidField("publish.marks.end", 0, "at least 1")
-    return tuple(PromptMark(mark.end, exactly("publish.marks.digest", mark.digest, MARK_BYTES)) for mark in messages)
+        exactly("publish.marks.digest", mark.digest, MARK_BYTES)
+    return tuple(mark.end for mark in messages)
 
 
 def _router_key(message: pb.Publish) -> RouterKey | None:
@@ -204,15 +206,6 @@ def _router_key(message: pb.Publish) -> RouterKey | None:
     if message.step:
         raise InvalidField("publish.router_key", f"in step {message.step}", "in the first step only")
     return RouterKey(text("publish.router_key", message.router_key), random_bytes("publish.key", message.key))
-
-
-def _blocks(message: pb.Publish) -> bytes:
-    """Return the step as readers get it: as the source sent it, without fields that this server does not know."""
-    blocks = pb.Blocks(step=message.step, groups=message.groups, marks=message.marks)
-    if message.HasField("unfinished"):
-        blocks.unfinished.CopyFrom(message.unfinished)
-    blocks.DiscardUnknownFields()
-    return blocks.SerializeToString()
 
 
 def reports(message: pb.ReadDone | pb.Validate, max_parties: int) -> tuple[RankReport, ...]:
