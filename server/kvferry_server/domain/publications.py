@@ -23,6 +23,7 @@ from kvferry_server.domain.deadline_queue import NEVER
 from kvferry_server.domain.identity import EngineRef, Names, RouterKey
 from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, RevokeReason, Verdict
 from kvferry_server.domain.steps import PublicationStep, PublishedExtent
+from kvferry_server.domain.times import Times
 
 PUBLICATION_BYTES = 2048  # Bytes that a publication takes in memory beside its steps, until it is forgotten; estimated
 LEASE_BYTES = 1024  # Bytes that a lease takes in memory, with its entries in the home's indexes; estimated
@@ -162,6 +163,7 @@ class Lease:
     number: int  # public name of the lease; rising per start of the home
     request: LeaseRequest  # the reader's call that was accepted
     publication: PublicationRecord
+    times: Times  # those of the source's engine
     granted_at: float
     expires: float  # only moves later
     revoked: RevokeReason | None = None  # why there are no more renewals; advice to the reader
