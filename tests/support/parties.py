@@ -11,6 +11,7 @@ from kvferry._wire.authority import SECRET_BYTES, incarnation_of, publication_ke
 from kvferry._wire.geometry_codec import runs_to_proto
 from kvferry.geometry import Group, GroupKind, Interval, MemoryKind, MemoryRegion, Plane, RankGeometry
 from kvferry.geometry.blocks import BlockRuns
+from kvferry.geometry.model import AgentInfo
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.identity import EngineRef
@@ -19,7 +20,7 @@ from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.publications import Lease, PublicationOutcome, PublicationRecord
 from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankOutcome, RankReport, ReadKey, ReportAnswer
 from kvferry_server.domain.records import Records
-from kvferry_server.domain.registrations import Agent, Registration
+from kvferry_server.domain.registrations import Registration
 from kvferry_server.domain.registry import Registry
 from kvferry_server.domain.sources import Sources
 from kvferry_server.domain.steps import PublicationStep
@@ -226,12 +227,12 @@ def rank_geometry(rank: int = 0, ranks: int = 1, base: int = BASE, heads: int = 
     return RankGeometry(rank, tuple(planes), {"tp_rank": rank})
 
 
-def agent_of(geometry: RankGeometry, name: str) -> Agent:
+def agent_of(geometry: RankGeometry, name: str) -> AgentInfo:
     first = min(plane.extent[0] for plane in geometry.planes)
     last = max(plane.extent[1] for plane in geometry.planes)
     metadata = f"metadata of {name}".encode()
     region = MemoryRegion(MemoryKind.DRAM, 0, first, last - first)
-    return Agent(name, metadata, hashlib.sha256(metadata).digest(), (region,))
+    return AgentInfo(name, metadata, hashlib.sha256(metadata).digest(), (region,))
 
 
 def registration(

@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from functools import cached_property
 from operator import attrgetter
 
-from kvferry._wire.geometry_codec import engine_to_proto, rank_to_proto, region_to_proto
+from kvferry._wire.geometry_codec import agent_to_proto, engine_to_proto, rank_to_proto
 from kvferry._wire.version import OURS_ENCODED, Version, check_together
 from kvferry.errors import Incompatible
-from kvferry.geometry.model import EngineGeometry
+from kvferry.geometry.model import AgentInfo, EngineGeometry
 from kvferry.planner.compatibility import check_complete, diff_indexed
 from kvferry.planner.coverage import Indexed
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NOTED_READERS, RANK_PAGE_BYTES
-from kvferry_server.domain.registrations import Agent, Registration
+from kvferry_server.domain.registrations import Registration
 
 
 class EngineDescription:
@@ -124,16 +124,9 @@ def rank_bytes(registration: Registration) -> bytes:
     return rank_to_proto(registration.geometry).SerializeToString()
 
 
-def agent_bytes(agent: Agent | None) -> bytes:
+def agent_bytes(agent: AgentInfo | None) -> bytes:
     """Return an encoded agent; empty, which decodes as an agent without a name, for a rank that serves nothing."""
-    if agent is None:
-        return b""
-    return geometry_pb2.Agent(
-        name=agent.name,
-        metadata=agent.metadata,
-        metadata_sha256=agent.metadata_sha256,
-        regions=[region_to_proto(region) for region in agent.regions],
-    ).SerializeToString()
+    return b"" if agent is None else agent_to_proto(agent).SerializeToString()
 
 
 def embedded(number: int, message: bytes) -> bytes:

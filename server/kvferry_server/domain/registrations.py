@@ -7,11 +7,11 @@ import hashlib
 import hmac
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvferry._wire.version import OURS, Version
 from kvferry.errors import BadAgentMetadata, CacheDiffers, InvalidField
-from kvferry.geometry.model import EngineGeometry, Group, MemoryRegion, RankGeometry, check_regions
+from kvferry.geometry.model import AgentInfo, EngineGeometry, Group, RankGeometry, check_regions
 from kvferry.geometry.overlap import check_unshared
 from kvferry.geometry.plane import Plane
 from kvferry_server.domain.identity import EngineRef
@@ -19,16 +19,6 @@ from kvferry_server.domain.limits import MAX_REGION_CHECKS
 
 PLANE_BYTES = 512  # Bytes that a plane or group takes in memory beside its names, estimated
 REGISTRATION_BYTES = 4096  # Bytes that a registration takes beside planes, groups, identity and agent; estimated
-
-
-@dataclass(frozen=True, slots=True)
-class Agent:
-    """The NIXL agent that serves a rank's cache; `metadata` is opaque here."""
-
-    name: str
-    metadata: bytes = field(repr=False)
-    metadata_sha256: bytes
-    regions: tuple[MemoryRegion, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +33,7 @@ class Registration:
     identity: Mapping[str, str]
     groups: tuple[Group, ...]
     geometry: RankGeometry
-    agent: Agent | None  # None for a rank that only reads
+    agent: AgentInfo | None  # None for a rank that only reads
     version: Version = OURS  # Of the rank. A later registration of the rank may have another.
     partial: bool = False
 
@@ -56,7 +46,7 @@ class Registration:
         if self.agent is not None:
             self._check_agent(self.agent)
 
-    def _check_agent(self, agent: Agent) -> None:
+    def _check_agent(self, agent: AgentInfo) -> None:
         if not hmac.compare_digest(hashlib.sha256(agent.metadata).digest(), agent.metadata_sha256):
             problem, engine_id = "metadata_sha256 is not the SHA-256 of metadata", self.engine.engine_id
             message = f"{self.engine}, rank {self.rank}: {problem}"
@@ -144,7 +134,7 @@ def _first_differing(where: str, mine: Sequence[Group | Plane], theirs: Sequence
     return next((f"{where}[{one.name}].{name}" for one, other in pairs for name in _differing(one, other)), "")
 
 
-def _differing(mine: Group | Plane | Agent, theirs: Group | Plane | Agent) -> Iterator[str]:
+def _differing(mine: Group | Plane | AgentInfo, theirs: Group | Plane | AgentInfo) -> Iterator[str]:
     """Yield the names of the fields in which two values differ."""
     names = (field.name for field in dataclasses.fields(mine))
     return (name for name in names if getattr(mine, name) != getattr(theirs, name))

@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 
 from kvferry._prompt import MARK_BYTES
 from kvferry._wire.authority import AGENT_KEY_BYTES, proves_agent
-from kvferry._wire.geometry_codec import groups_from_proto, rank_from_proto, region_from_proto, runs_from_proto
+from kvferry._wire.geometry_codec import agent_from_proto, groups_from_proto, rank_from_proto, runs_from_proto
 from kvferry._wire.publication import blocks_of
 from kvferry._wire.reference import ENGINE_PREFIX, HINT_DIGEST_BYTES, parse_engine_reference, parse_reference
 from kvferry._wire.status import reason_name
 from kvferry._wire.version import Version
 from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import BlockRuns, Unfinished
-from kvferry.geometry.model import EngineGeometry
+from kvferry.geometry.model import AgentInfo, EngineGeometry
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine_description import agent_bytes, engine_header, rank_bytes
 from kvferry_server.domain.identity import EngineRef, Names, RouterKey, RouterReference
 from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES
 from kvferry_server.domain.reads import LeaseRequest, RankOutcome, RankReport, ReadKey, RoutedRequest
-from kvferry_server.domain.registrations import Agent, Registration
+from kvferry_server.domain.registrations import Registration
 from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.domain.watch_feed import Process, Role
 from kvferry_server.servicers.checks import engine_ref, exactly, positive, random_bytes, session_secret, text, within
@@ -243,18 +243,14 @@ def _identity(entries: Mapping[str, str]) -> dict[str, str]:
     return dict(entries)
 
 
-def _agent(message: geometry_pb2.Agent, key: bytes) -> Agent:
+def _agent(message: geometry_pb2.Agent, key: bytes) -> AgentInfo:
     within("agent.metadata", len(message.metadata), MAX_METADATA, least=1, unit="bytes")
+    exactly("agent.metadata_sha256", message.metadata_sha256, 32)
     name = text("agent.name", message.name, most=MAX_AGENT_NAME)
     if not proves_agent(exactly("agent_key", key, AGENT_KEY_BYTES, optional=True), name):
         # NIXL knows agents by name: readers would take this agent for the agent of the rank that has the key.
         raise InvalidField("agent_key", f"{len(key)} bytes", f"the key that agent {name[:80]!r} is named after")
-    return Agent(
-        name=name,
-        metadata=message.metadata,
-        metadata_sha256=exactly("agent.metadata_sha256", message.metadata_sha256, 32),
-        regions=tuple(region_from_proto(region) for region in message.regions),
-    )
+    return agent_from_proto(message)
 
 
 def _group_blocks(message: pb.GroupBlocks) -> BlockRuns:
