@@ -35,13 +35,7 @@ def engine_ref(ref: EngineRef) -> pb.EngineRef:
 
 def times(values: Times) -> pb.Times:
     """Encode the durations in force."""
-    return pb.Times(
-        ttl=to_duration(values.ttl),
-        max_ttl=to_duration(values.max_ttl),
-        engine_ttl=to_duration(values.engine_ttl),
-        hold=to_duration(values.hold),
-        final=to_duration(values.final),
-    )
+    return pb.Times(**{name: to_duration(getattr(values, name)) for name in pb.Times.DESCRIPTOR.fields_by_name})
 
 
 def read_answer(epoch: bytes, read: ReadAnswer, now: float) -> bytes:
