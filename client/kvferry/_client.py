@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, Cache, runtime_of
@@ -21,6 +21,7 @@ from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing
 from kvferry._integrity.summed_blocks import IntegrityOptions
 from kvferry._loop import Loop
+from kvferry._memory.declared import Declared
 from kvferry._network import network_of
 from kvferry._reads.local_rank import LocalRank, OwnedMemory, describe
 from kvferry._reads.runtime import ClientRuntime, RankRuntime
@@ -31,9 +32,8 @@ from kvferry._wire.channel import TlsConfig, parse_address
 from kvferry._wire.reference import parse_reference
 from kvferry._wire.token import EngineToken
 from kvferry.errors import CacheDiffers, Closed, InvalidField, WrongState
-from kvferry.geometry.model import MemoryRegion, RankGeometry
-from kvferry.geometry.plane import Interval, Plane
-from kvferry.geometry.tensors import Holding, Tensor
+from kvferry.geometry.model import RankGeometry
+from kvferry.geometry.tensors import Tensor
 from kvferry.stats import ClientStats, SourceStats, total
 
 MAX_READS = 4096
@@ -41,6 +41,33 @@ MAX_READS = 4096
 
 CLOSE_TIMEOUT = 10.0
 """Seconds for ending the agents of memory that was never announced."""
+
+
+@dataclass(frozen=True)
+class RegisterCache(Declared):
+    """The arguments of `Client.register_cache`: those of `Declared`, and these:
+
+    Attributes:
+        engine: the engine.
+        rank: index of this rank.
+        tensors: one tensor per layer, or the tensors that the planes describe. The cache keeps them referenced.
+        token: the token from the process that opened the engine. None: this client has opened the engine, or opens it
+            now if it has one rank.
+        timeout: seconds to keep trying.
+    """
+
+    engine: EngineSpec
+    rank: int = 0
+    _: KW_ONLY
+    tensors: Mapping[str, Tensor] | None = None
+    token: EngineToken | str | None = None
+    timeout: float = OPEN_TIMEOUT
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        arguments.instance("engine", self.engine, EngineSpec, "an EngineSpec")
+        object.__setattr__(self, "rank", arguments.integer("rank", self.rank, 0))
+        object.__setattr__(self, "timeout", arguments.seconds("timeout", self.timeout))
 
 
 class Client(Closing):
@@ -170,51 +197,13 @@ class Client(Closing):
         self._homes.known_as(opened.advertise)
         return session
 
-    def register_cache(
-        self,
-        engine: EngineSpec,
-        rank: int = 0,
-        *,
-        tensors: Mapping[str, Tensor] | None = None,
-        axes: Sequence[str] | None = None,
-        heads: range | Interval | None = None,
-        total_heads: int | None = None,
-        holding: Holding | None = None,
-        replicated: bool = False,
-        planes: Sequence[Plane] | None = None,
-        regions: Sequence[MemoryRegion] | None = None,
-        keep: object = None,
-        labels: Mapping[str, int] | None = None,
-        token: EngineToken | str | None = None,
-        serve: bool = True,
-        timeout: float = OPEN_TIMEOUT,
-    ) -> Cache:
+    @arguments.takes(RegisterCache)
+    def register_cache(self, given: RegisterCache) -> Cache:
         """Register a rank's cache with NIXL in this process and at the node server.
 
-        Describe the memory in one of three ways: by `tensors` and the names of their `axes`, for an engine of one
-        group; by `tensors` and the `planes` that `kvferry.geometry.formats` makes of them; or by `planes` and the
-        `regions` of memory that they lie in.
-
         Args:
-            engine: the engine.
-            rank: index of this rank.
-            tensors: one tensor per layer, or the tensors that the planes describe. The cache keeps them referenced.
-            axes: names of the tensors' axes, e.g. ``("kv", "block", "head", "token", "content")``; None: unknown, so
-                that only whole pages can be read.
-            heads, total_heads: the KV heads that the tensors hold, and the number in the model: ``range(2, 4)`` of 4.
-            holding: the contents of the tensors in detail: heads or other units, tokens, and where they may be cut.
-            replicated: every rank that has these layers holds all of their heads. An engine of several ranks must give
-                one of `heads`, `holding` (with its `units`) and `replicated`: ranks that declare the same heads count
-                as replicas, and a reader reads some blocks from one replica and some from another. Required with
-                `planes` if a plane holds its whole axis.
-            planes: the planes that the rank holds.
-            regions: the regions of memory that the planes lie in.
-            keep: an object to keep referenced as long as the cache.
-            labels: for people and tools, such as tp_rank and pp_rank.
-            token: the token from the process that opened the engine. None: this client has opened the engine, or opens
-                it now if it has one rank.
-            serve: whether other ranks may read this cache. False saves one NIXL agent.
-            timeout: seconds to keep trying.
+            given: each field of `RegisterCache` is an argument of its own, and so is each of `Declared`:
+                ``register_cache(engine, rank, tensors=tensors, axes=axes, heads=range(2, 4), total_heads=4)``.
 
         Raises:
             BadGeometry: the planes contradict the engine's groups, lie over each other, or lie outside the regions; or
@@ -226,15 +215,12 @@ class Client(Closing):
             Unavailable: the node server could not be reached.
         """
         self._check_open()
-        arguments.instance("engine", engine, EngineSpec, "an EngineSpec")
-        rank = arguments.integer("rank", rank, 0)
-        timeout = arguments.seconds("timeout", timeout)
-        arguments.flag("serve", serve)
+        engine, timeout = given.engine, given.timeout
         deadline = self._loop.now() + timeout
-        described = describe(engine, tensors, axes, heads, total_heads, holding, replicated, planes, regions, keep)
+        described = describe(engine, given.rank, given.tensors, given)
         self._homes.discover()
-        identity = self._identity(engine, token, timeout)
-        local = register_memory(self, engine, rank, described, labels, serve=serve)
+        identity = self._identity(engine, given.token, timeout)
+        local = register_memory(self, engine, *described, serve=given.serve)
         try:
             return self._announce(local, *identity, deadline)
         except BaseException:
@@ -409,22 +395,15 @@ def client_runtime_of(client: Client) -> ClientRuntime:
 
 
 def register_memory(
-    client: Client,
-    engine: EngineSpec,
-    rank: int,
-    described: tuple[tuple[Plane, ...], OwnedMemory],
-    labels: Mapping[str, int] | None,
-    *,
-    serve: bool,
+    client: Client, engine: EngineSpec, rank: RankGeometry, owned: OwnedMemory, *, serve: bool
 ) -> LocalRank:
     """Do the part of `Client.register_cache` that needs no token: register a rank's memory with NIXL, on the calling
     thread. Makes no RPC."""
     client._check_open()
-    planes, owned = described
     runtime = client._runtime
     local = LocalRank(
         engine,
-        RankGeometry(rank, planes, {} if labels is None else labels),
+        rank,
         owned,
         agents=runtime.agents,
         options=runtime.options,

@@ -13,8 +13,9 @@ from typing import Any, TypeAlias, TypeVar
 import pytest
 
 from kvferry._clock import now, to_duration
-from kvferry._control.acquisition import Acquired, AcquireRequest, Acquisition, MoreBlocks
+from kvferry._control.acquisition import Acquired, AcquireRequest, Acquisition
 from kvferry._control.connection import Control
+from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._wire.authority import read_id_of
@@ -28,7 +29,7 @@ from tests.support.blocking_control import on_loop
 
 Kind = TypeVar("Kind")
 Poll: TypeAlias = "Callable[[pb.ReadBlocksRequest], pb.ReadBlocksResponse]"
-Told: TypeAlias = "Acquired | MoreBlocks | KvferryError | asyncio.CancelledError"
+Told: TypeAlias = "Acquired | GrantedPart | KvferryError | asyncio.CancelledError"
 READER = EngineToken("reader", b"r" * 32, "home:1")
 FIRST, SECOND = b"1" * 16, b"2" * 16
 
@@ -108,11 +109,12 @@ class Reading:
 
     async def _follow(self) -> None:
         try:
-            found: Acquired | MoreBlocks = await self.acquisition.first()
-            self.outcomes.put(found)
-            while not found.complete:
-                found = await self.acquisition.more()
-                self.outcomes.put(found)
+            acquired = await self.acquisition.first()
+            self.outcomes.put(acquired)
+            part = acquired.part
+            while not part.complete:
+                part = await self.acquisition.more()
+                self.outcomes.put(part)
         except (KvferryError, asyncio.CancelledError) as error:
             self.outcomes.put(error)
 

@@ -68,8 +68,8 @@ def test_each_call_names_the_steps_received_and_follows_news_without_a_pause(
         read.start()
         got = acquired(read.outcome())
         assert got.lease.lease_id == FIRST
-        assert (got.request_id, got.payload) == ("told", b"token")
-        assert got.blocks["full"].ids.tolist() == [1, 2, 3]
+        assert (got.request_id, got.part.told.payload) == ("told", b"token")
+        assert got.part.blocks["full"].ids.tolist() == [1, 2, 3]
         assert [(asked.lease_id, asked.next_step) for asked in server.asked] == [
             (b"", 0),
             (FIRST, 0),
@@ -122,7 +122,7 @@ def test_a_lease_that_came_after_a_long_wait_is_asked_for_again(tmp_path: Path) 
         read.start(text=given)
         got = acquired(read.outcome())
         assert got.lease.live(now())
-        assert got.blocks["full"].ids.tolist() == [1]
+        assert got.part.blocks["full"].ids.tolist() == [1]
         assert got.lease in read.renewals._kept
         assert [(asked.reference, asked.lease_id) for asked in server.asked] == [(given, b""), (own, b"")]
         assert not read.given_back
@@ -145,7 +145,7 @@ def test_a_lease_whose_first_answer_was_late_is_asked_for_again_once(tmp_path: P
         read.start()
         got = acquired(read.outcome())
         assert got.lease.live(now())
-        assert got.blocks["full"].ids.tolist() == [1]
+        assert got.part.blocks["full"].ids.tolist() == [1]
         assert got.lease in read.renewals._kept
         assert [asked.lease_id for asked in server.asked] == [b"", b""]
         assert not read.given_back
@@ -236,7 +236,7 @@ def test_a_reader_that_waits_for_each_of_many_parts_does_not_pause_before_the_la
     with reading(tmp_path, poll) as (_, read):
         monkeypatch.setattr(read.loop, "now", lambda: now() + computed)
         read.start()
-        assert len(acquired(read.outcome()).blocks["full"].ids) == 13
+        assert len(acquired(read.outcome()).part.blocks["full"].ids) == 13
         assert pauses == []
 
 
@@ -255,7 +255,7 @@ def test_a_lease_that_is_granted_anew_begins_with_the_first_step_again(tmp_path:
         read.start()
         got = acquired(read.outcome())
         assert got.lease.lease_id == SECOND
-        assert got.blocks["full"].ids.tolist() == [1, 2]
+        assert got.part.blocks["full"].ids.tolist() == [1, 2]
         assert [asked.lease_id for asked in server.asked] == [b"", FIRST, b"", SECOND]
         assert list(read.renewals._kept) == [got.lease]
 
@@ -284,7 +284,7 @@ def test_steps_received_under_one_lease_are_not_counted_under_the_next(tmp_path:
         again.set()
         got = acquired(read.outcome())
         assert got.lease.lease_id == SECOND
-        assert got.blocks["full"].ids.tolist() == [1, 2, 3]
+        assert got.part.blocks["full"].ids.tolist() == [1, 2, 3]
 
 
 def test_a_home_that_grants_anew_each_time_is_not_asked_all_the_time(tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_blocks_without_a_lease_are_no_answer(tmp_path: Path, first: bool) -> No
 
     with reading(tmp_path, poll) as (server, read):
         read.start()
-        assert acquired(read.outcome()).blocks["full"].ids.tolist() == [1]
+        assert acquired(read.outcome()).part.blocks["full"].ids.tolist() == [1]
         assert len(server.asked) == 1 + first
 
 
@@ -534,7 +534,7 @@ def test_five_hundred_reads_that_wait_cost_no_thread(tmp_path: Path) -> None:
         assert all(read.outcomes.empty() for read in reads)
         session.publish_more(first, {"full": Blocks([2], first_token=16)}, last=True)
         for read in reads:
-            assert acquired(read.told()).blocks["full"].ids.tolist() == [1, 2]
+            assert acquired(read.told()).part.blocks["full"].ids.tolist() == [1, 2]
         assert threading.active_count() <= before + 2
         for read in reads:
             read.close()

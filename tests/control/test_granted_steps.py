@@ -11,6 +11,9 @@ from kvferry.geometry import Blocks
 from kvferry.geometry.blocks import Unfinished, runs_of
 from kvferry.v1 import kv_transfer_pb2 as pb
 
+NEW_FIELD = b"\xf8\x7f\x07"
+"""Field 2047 with the value 7, which no message has."""
+
 
 def part(group: str, first: int, end: int, *runs: tuple[int, int]) -> pb.GroupBlocks:
     starts, counts = [start for start, _ in runs], [count for _, count in runs]
@@ -23,14 +26,14 @@ def test_each_step_goes_on_in_each_of_its_groups_where_the_one_before_ended() ->
     steps.add([pb.Blocks(step=1, groups=[part("full", 48, 64, (3, 1))])])
     steps.add([pb.Blocks(step=2, groups=[part("full", 64, 100, (9, 3)), part("window", 48, 64, (0, 1))])])
     assert len(steps) == 3
-    blocks = steps.take()
+    blocks = steps.take().blocks
     assert {name: group.ids.tolist() for name, group in blocks.items()} == {
         "full": [5, 6, 3, 9, 10, 11],
         "window": [1, 0],
     }
     assert (blocks["full"].first_token, blocks["full"].end_token) == (16, 100)
     assert (blocks["window"].first_token, blocks["window"].end_token) == (32, 64)
-    assert steps.take() == {}
+    assert steps.take().blocks == {}
 
 
 def test_steps_are_joined_in_the_order_of_their_numbers() -> None:
@@ -100,14 +103,16 @@ def test_layers_of_unfinished_blocks_add_up_until_the_blocks_are_complete() -> N
     steps = GrantedSteps()
     steps.add([pb.Blocks(groups=[part("full", 0, 16, (7, 1))]), named(1, "a", begun=[part("full", 16, 48, (1, 2))])])
     assert steps.gained
-    assert steps.take()["full"].ids.tolist() == [7]
+    assert steps.take().blocks["full"].ids.tolist() == [7]
     steps.add([named(2, "b", "a"), named(3, "c")])
     assert steps.gained
-    assert steps.take() == {}
-    assert steps.unfinished == Unfinished(runs_of({"full": Blocks([1, 2], 16, 48)}), ("a", "b", "c"))
+    taken = steps.take()
+    assert taken.blocks == {}
+    assert taken.unfinished == Unfinished(runs_of({"full": Blocks([1, 2], 16, 48)}), ("a", "b", "c"))
     steps.add([pb.Blocks(step=4, groups=[part("full", 16, 64, (1, 2), (9, 1))])])
-    assert steps.take() == {"full": Blocks([1, 2, 9], 16, 64)}
-    assert steps.unfinished is None
+    taken = steps.take()
+    assert taken.blocks == {"full": Blocks([1, 2, 9], 16, 64)}
+    assert taken.unfinished is None
 
 
 @pytest.mark.parametrize(
@@ -164,8 +169,7 @@ def test_unfinished_blocks_of_all_groups_are_counted_together(monkeypatch: pytes
         with pytest.raises(InvalidField, match="at most 4"):
             steps.take()
     else:
-        steps.take()
-        assert steps.unfinished is not None
+        assert steps.take().unfinished is not None
 
 
 @pytest.mark.parametrize("newer", ["first", "afterwards"])
@@ -177,11 +181,27 @@ def test_a_home_of_another_version_takes_over_between_two_steps(newer: str) -> N
     before, after = (layered, plain) if newer == "first" else (plain, layered)
     steps = GrantedSteps()
     steps.add(before)
-    assert steps.take() == {}
+    assert steps.take().blocks == {}
     steps.again()
     steps.add([*after, pb.Blocks(step=2, groups=[chunk])])
-    assert steps.take() == {"full": Blocks([1], 0, 16)}
-    assert steps.unfinished is None
+    taken = steps.take()
+    assert taken.blocks == {"full": Blocks([1], 0, 16)}
+    assert taken.unfinished is None
+
+
+def test_a_home_that_says_more_of_a_step_takes_over_between_two_steps() -> None:
+    """Its release is a later one: this reader does not know the field."""
+    plain = pb.Blocks(groups=[part("full", 0, 16, (1, 1))])
+    unknown = pb.Blocks.FromString(plain.SerializeToString() + NEW_FIELD)
+    for before, after in ((plain, unknown), (unknown, plain)):
+        steps = GrantedSteps()
+        steps.add([before])
+        steps.again()
+        steps.add([after])
+        assert steps.take().blocks == {"full": Blocks([1], 0, 16)}
+        steps.again()
+        with pytest.raises(InvalidField, match="before its home restarted"):
+            steps.add([pb.Blocks(groups=[part("full", 0, 16, (2, 1))])])
 
 
 def test_marks_that_an_older_home_kept_to_itself_are_taken_from_a_newer_home() -> None:

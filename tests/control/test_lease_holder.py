@@ -16,6 +16,7 @@ from kvferry._clock import LONGEST, now
 from kvferry._control import lease_holder
 from kvferry._control.acquisition import Acquired
 from kvferry._control.connection import Control
+from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.homes import Homes
 from kvferry._control.lease_holder import DECLINE_PATIENCE, Answer, LeaseHolder, ReadReport
 from kvferry._control.notifier import Message, Notifier
@@ -46,7 +47,7 @@ class Holding:
     def granted(self) -> Acquired:
         keep = partial(self.renewals.keep, self.lease, self.control, engine_ref(READER), "a read", lambda: None)
         on_loop(self.loop, keep)
-        return Acquired(self.lease, pb.EngineRef(), "request", {}, b"")
+        return Acquired(self.lease, pb.EngineRef(), "request", GrantedPart({}))
 
     def told(self, count: int = 1) -> list[pb.Notification]:
         """The notifications that the home has got, once they are so many."""
@@ -157,7 +158,7 @@ def test_a_dropped_lease_sends_nothing(holding: Holding) -> None:
     on_loop(holding.loop, lambda: holding.holder.drop(granted))
     assert holding.lease not in holding.renewals._kept
     # Whatever it had told came first.
-    other = Acquired(ReaderLease(b"o" * 16, now(), 60.0, 20.0), pb.EngineRef(), "request", {}, b"")
+    other = Acquired(ReaderLease(b"o" * 16, now(), 60.0, 20.0), pb.EngineRef(), "request", GrantedPart({}))
     on_loop(holding.loop, lambda: holding.holder.let_go(holding.control, other))
     assert [told.cancel.lease_id for told in holding.told()] == [b"o" * 16]
 
@@ -213,7 +214,7 @@ def test_a_granted_lease_is_renewed_until_it_is_dropped(holding: Holding) -> Non
         return await holding.holder.acquire(request, lambda: changes.append(None)).first()
 
     found = holding.loop.run(acquire())
-    assert (found.lease.lease_id, found.payload) == (LEASE, b"token")
+    assert (found.lease.lease_id, found.part.told.payload) == (LEASE, b"token")
     assert (holding.server.asked[0].parties, holding.server.asked[0].expected_reads) == (3, 5)
     assert found.lease in holding.renewals._kept
     on_loop(holding.loop, lambda: holding.holder.drop(found))

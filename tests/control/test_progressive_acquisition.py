@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvferry._clock import now, to_duration
-from kvferry._control.acquisition import Acquired, MoreBlocks
+from kvferry._control.acquisition import Acquired
+from kvferry._control.granted_steps import GrantedPart
 from kvferry.errors import (
     HomeRecovering,
     InvalidField,
@@ -29,14 +30,15 @@ def first(read: Reading, ids: list[int]) -> Acquired:
     """The lease, with blocks that are not all."""
     told = read.told()
     assert isinstance(told, Acquired), told
-    assert (told.complete, told.payload, told.blocks["full"].ids.tolist()) == (False, b"", ids)
+    part = told.part
+    assert (part.complete, part.told.payload, part.blocks["full"].ids.tolist()) == (False, b"", ids)
     return told
 
 
 def rest(read: Reading, ids: list[int]) -> None:
     """The last blocks."""
-    told = read.outcome_of(MoreBlocks)
-    assert (told.complete, told.payload, told.blocks["full"].ids.tolist()) == (True, b"token", ids)
+    told = read.outcome_of(GrantedPart)
+    assert (told.complete, told.told.payload, told.blocks["full"].ids.tolist()) == (True, b"token", ids)
 
 
 def scripted_steps(*answers: pb.ReadBlocksResponse | Exception) -> Poll:
@@ -64,10 +66,10 @@ def test_each_step_with_blocks_is_returned_and_the_payload_with_the_last(tmp_pat
         told = first(read, [2])
         assert (told.lease.lease_id, told.request_id) == (FIRST, "told")
         more = read.told()
-        assert isinstance(more, MoreBlocks)
-        assert (more.complete, more.payload, more.blocks["full"].ids.tolist()) == (False, b"", [3])
-        last = read.outcome_of(MoreBlocks)
-        assert (last.complete, last.payload, last.blocks) == (True, b"token", {})
+        assert isinstance(more, GrantedPart)
+        assert (more.complete, more.told.payload, more.blocks["full"].ids.tolist()) == (False, b"", [3])
+        last = read.outcome_of(GrantedPart)
+        assert (last.complete, last.told.payload, last.blocks) == (True, b"token", {})
         assert [asked.next_step for asked in server.asked] == [0, 1, 2, 3]
         assert told.lease in read.renewals._kept
         assert not read.given_back
@@ -183,6 +185,6 @@ def test_a_read_receives_the_deadline_of_a_lease_that_was_granted_again(tmp_path
     with reading(tmp_path, poll) as (_, read):
         read.start(progressive=True)
         lease = first(read, [1]).lease
-        assert read.outcome_of(MoreBlocks).complete
+        assert read.outcome_of(GrantedPart).complete
         assert read.changes == 1
         assert lease.deadline > now() + 30

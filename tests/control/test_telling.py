@@ -15,6 +15,7 @@ from kvferry._clock import now, to_duration
 from kvferry._control import lease_holder, notifier
 from kvferry._control.acquisition import Acquired
 from kvferry._control.connection import Control
+from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.lease_holder import Answer, LeaseHolder, ReadReport
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.retrying import retrying
@@ -44,7 +45,7 @@ def kinds(server: Scripted) -> list[str | None]:
 
 def cancel(holder: LeaseHolder, control: Control) -> None:
     """Give a lease back."""
-    granted = Acquired(ReaderLease(LEASE, now(), 60.0, 20.0), pb.EngineRef(), "request", {}, b"")
+    granted = Acquired(ReaderLease(LEASE, now(), 60.0, 20.0), pb.EngineRef(), "request", GrantedPart({}))
     on_loop(control._loop, lambda: holder.let_go(control, granted))
 
 

@@ -41,7 +41,7 @@ def grant(read_id: str = "one", *, local: bool = True, timeout: float = 60.0) ->
     mine = (BlockRuns.of_blocks("full", LOCAL["full"]),) if local else ()
     return Grant(
         f"request {read_id}", read_id, "home:1", "prefill", b"i" * 16, 7, "reference", "theirs", b"l" * 16, timeout,
-        runs, b"payload", mine, (16, 32),
+        runs, mine, (16, 32), payload=b"payload",
     )  # fmt: skip
 
 
@@ -64,12 +64,10 @@ class Below:
         self.ended: Callable[[RankRead], None]
         self.quiesced: Callable[[RankRead], None]
 
-    def register_memory(
-        self, spec: EngineSpec, rank: int, described: tuple[object, ...], labels: object, **options: Any
-    ) -> Below:
+    def register_memory(self, spec: EngineSpec, rank: int, described: tuple[object, ...], **options: Any) -> Below:
         if self.refusal is not None:
             raise self.refusal
-        self.registered.append({"spec": spec, "rank": rank, "described": described, "labels": labels, **options})
+        self.registered.append({"spec": spec, "rank": rank, "described": described, **options})
         return self
 
     def announce(self, token: str, timeout: float) -> Cache:
@@ -140,7 +138,7 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     stand_ins: dict[str, Any] = {
-        "describe": lambda _, *described: described,
+        "describe": lambda _, rank, *described: (rank, described),
         "register_memory": lambda client, *given, **options: client.below.register_memory(*given, **options),
         "announce": lambda _, local, token, timeout: local.announce(token, timeout),
         "runtime_of": lambda cache: cache,
@@ -185,9 +183,9 @@ def test_a_rank_index_must_be_one_of_the_engine(world: World) -> None:
 
 def test_memory_is_registered_once_as_it_is_described(world: World) -> None:
     ((registered),) = world.below.registered
-    tensors, axes, *others = registered.pop("described")
-    assert (list(tensors), axes, set(others)) == (["layers.0"], ("kv",), {None, False})
-    assert registered == {"spec": SPEC, "rank": 1, "labels": None, "serve": True}
+    tensors, declared = registered.pop("described")
+    assert (list(tensors), declared) == (["layers.0"], worker.Register(tensors, axes=("kv",), timeout=3.0))
+    assert registered == {"spec": SPEC, "rank": 1, "serve": True}
     assert world.below.announced == [("token", 3.0)]
     assert world.port.spec is SPEC
     assert world.port.cache is cast(Cache, world.below)
@@ -227,7 +225,7 @@ def test_a_share_reads_granted_blocks_into_attached_blocks(world: World) -> None
     assert (first.engine_id, first.incarnation, first.publication) == ("prefill", b"i" * 16, 7)
     assert (first.reference, first.lease, first.wanted.tails) == ("reference", SchedulersLease(b"l" * 16), Tails.ZERO)
     assert before + 60.0 <= first.deadline <= after + 60.0
-    assert [blocks["full"].ids.tolist() for blocks in (first.granted, first.wanted.blocks)] == [[3, 4], [20, 7]]
+    assert [blocks["full"].ids.tolist() for blocks in (first.granted.blocks, first.wanted.blocks)] == [[3, 4], [20, 7]]
     assert (first.wanted.tokens, second.wanted.tokens, second.wanted.tails) == ((16, 32), (0, 8), Tails.KEEP)
     assert second.wanted.blocks["full"].ids.tolist() == [1, 2]
     # Of an attached grant too, blocks that are given go first.

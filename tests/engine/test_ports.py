@@ -558,7 +558,9 @@ def test_a_home_that_restarts_while_ports_work(tmp_path: Path, port_engine: Call
 
 def test_values_pass_through_pickle_and_msgpack() -> None:
     runs = BlockRuns.of_blocks("full", Blocks([5, 6, 7, 2], 16, 70))
-    grant = Grant("r", "id", "h:1", "e", b"\x00" * 16, 7, "kvf1.x", "s", b"l", 1.5, (runs,), b"p", (runs,), (16, 70))
+    grant = Grant(
+        "r", "id", "h:1", "e", b"\x00" * 16, 7, "kvf1.x", "s", b"l", 1.5, (runs,), (runs,), (16, 70), payload=b"p"
+    )
     end = RankEnd("id", "r", False, False, 3, {"full": (5, 6)}, "BadBlock", "a message", {"block": "7"})
     output = WorkerOutput(1, (RankEnd("a", "b", True, True, 9),), (end,), ("x",))
     assert pickle.loads(pickle.dumps(grant)) == grant

@@ -14,14 +14,16 @@ from typing import Any, cast
 import pytest
 
 from kvferry import Blocks, EngineSpec, Group
-from kvferry._control.acquisition import Acquired, MoreBlocks
+from kvferry._control.acquisition import Acquired
 from kvferry._control.block_use import BlockUse
 from kvferry._control.connection import Control
+from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder, ReadReport
 from kvferry._control.reader_lease import Confirm, ReaderLease
 from kvferry._reads.leased_reads import ANSWER_GRACE, RANKS_GRACE
 from kvferry._reads.meters import ReadMeter
 from kvferry._tracing import Span
+from kvferry._wire.publication import Told
 from kvferry.engine.scheduler_reads import Reads
 from kvferry.engine.values import RankEnd, ReadEnd, WorkerOutput
 from kvferry.errors import (
@@ -81,7 +83,8 @@ class World:
         self, answer: Acquired | Exception | None = None, text: str = "reference", *, complete: bool = True
     ) -> None:
         source = pb.EngineRef(engine_id="prefill", incarnation=b"i" * 16)
-        granted = Acquired(self.lease, source, "theirs", dict(BLOCKS), b"payload", complete=complete)
+        part = GrantedPart(dict(BLOCKS), Told(payload=b"payload"), complete=complete)
+        granted = Acquired(self.lease, source, "theirs", part)
         self.home.answer(text, answer or granted)
 
     def acquire(self, request_id: str, reference: str) -> None:
@@ -555,7 +558,7 @@ def test_news_forgets_a_request_that_is_given_up(world: World) -> None:
 def test_news_names_a_granted_request_whose_source_has_published_more(world: World) -> None:
     world.granted(complete=False)
     world.reads.take_changed()
-    world.home.step("reference", MoreBlocks({"full": Blocks([5], 32, 48)}, b"", complete=False))
+    world.home.step("reference", GrantedPart({"full": Blocks([5], 32, 48)}, complete=False))
     world.look()
     assert world.reads.take_changed() == ["mine"]
 

@@ -8,6 +8,7 @@ from typing import cast
 
 from kvferry._clock import from_duration
 from kvferry._control.reader_lease import ReaderLease, ReaderVerdict
+from kvferry._wire.publication import granted_by
 from kvferry._wire.reference import hint_digest, parse_reference
 from kvferry.errors import KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -44,7 +45,7 @@ class HintedShare(Share):
         if self._own.refuses(reference, cast(Offered, self.offered)):
             self.over = self.refused = True
             return
-        self._take(pb.Blocks(groups=hint.groups, marks=hint.marks))
+        self._take(granted_by(hint)[0])
         if self._compares(complete=True):
             self.granted = True
             self._begin()

@@ -183,9 +183,7 @@ class Host:
 
         return Pulled(
             answers(),
-            lambda answer: pb.ReadBlocksResponse.FromString(
-                encode.read_answer(home.epoch, answer, home.times, home.clock.now())
-            ),
+            lambda answer: pb.ReadBlocksResponse.FromString(encode.read_answer(home.epoch, answer, home.clock.now())),
         )
 
     def watch(self, request: pb.WatchRequest) -> Pulled[pb.WatchResponse]:

@@ -10,6 +10,7 @@ import pytest
 from kvferry import Prompt
 from kvferry._control import publications
 from kvferry._control.right_prompt import Marker, PromptCheck, ReaderPrompt
+from kvferry._wire.publication import blocks_of
 from kvferry.errors import PromptUnmarked
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.publications import Lease
@@ -217,19 +218,17 @@ def marks_are_left_out_of_the_snapshot(patch: pytest.MonkeyPatch) -> None:
 
 @sabotage
 def marks_of_last_steps_are_not_sent(patch: pytest.MonkeyPatch) -> None:
-    original = decode._blocks
+    def blocks(message: pb.Publish) -> pb.Blocks:
+        return blocks_of(_unmarked(pb.Notification(publish=message)).publish if message.last else message)
 
-    def blocks(message: pb.Publish) -> bytes:
-        return original(_unmarked(pb.Notification(publish=message)).publish if message.last else message)
-
-    patch.setattr(decode, "_blocks", blocks)
+    patch.setattr(decode, "blocks_of", blocks)
 
 
 @sabotage
 def marks_of_another_publication_are_sent(patch: pytest.MonkeyPatch) -> None:
-    original, told = decode._blocks, list[pb.Publish]()
+    told = list[pb.Publish]()
 
-    def blocks(message: pb.Publish) -> bytes:
+    def blocks(message: pb.Publish) -> pb.Blocks:
         if message.publication == 1:
             # The source, or all of it, is new.
             told.clear()
@@ -238,9 +237,9 @@ def marks_of_another_publication_are_sent(patch: pytest.MonkeyPatch) -> None:
         wrong.CopyFrom(message)
         del wrong.marks[:]
         wrong.marks.extend(told[-min(2, len(told))].marks)
-        return original(wrong)
+        return blocks_of(wrong)
 
-    patch.setattr(decode, "_blocks", blocks)
+    patch.setattr(decode, "blocks_of", blocks)
 
 
 @sabotage

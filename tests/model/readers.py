@@ -277,7 +277,7 @@ class Share:
         """Add what a step grants, which may be further layers of blocks that it knows of."""
         try:
             self._steps.add([step])
-            complete = self._steps.take()
+            part = self._steps.take()
         except KvferryError as error:
             raise Violation(f"R1: a reader was told what its source did not publish: {error}") from error
         self._marked |= {mark.end for mark in step.marks}
@@ -286,11 +286,10 @@ class Share:
         for block, layers in self.pieces:
             known.setdefault(block, set()).update(layers)
         every: Sequence[int] = range(len(LAYERS))
-        granted = [(block, every) for found in complete.values() for block in self._wanted(found)]
-        unfinished = self._steps.unfinished
-        if self.progressive and unfinished is not None:
-            named = sorted(map(LAYERS.index, unfinished.layers))
-            granted += [(block, named) for runs in unfinished.groups for block in self._wanted(runs.blocks())]
+        granted = [(block, every) for found in part.blocks.values() for block in self._wanted(found)]
+        if self.progressive and part.unfinished is not None:
+            named = sorted(map(LAYERS.index, part.unfinished.layers))
+            granted += [(block, named) for runs in part.unfinished.groups for block in self._wanted(runs.blocks())]
         for block, named_now in granted:
             if new := tuple(layer for layer in named_now if layer not in known.get(block, ())):
                 self.pieces.append((block, new))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
@@ -11,7 +12,7 @@ import pytest
 
 from kvferry._control import publications, reader_lease
 from kvferry._control.connection import CALL_TIMEOUT
-from kvferry._control.granted_steps import GrantedSteps
+from kvferry._control.granted_steps import GrantedPart, GrantedSteps
 from kvferry._control.reader_lease import ReaderVerdict
 from kvferry.errors import PublicationReleased, PublicationStale, WrongSession
 from kvferry.geometry.blocks import Unfinished
@@ -270,13 +271,17 @@ def blocks_move_before_their_step_was_granted(patch: pytest.MonkeyPatch) -> None
 
 @sabotage
 def all_layers_move_when_the_first_is_named(patch: pytest.MonkeyPatch) -> None:
-    original = GrantedSteps.unfinished.fget  # type: ignore[attr-defined]
+    original = GrantedSteps.take
 
-    def unfinished(self: GrantedSteps) -> Unfinished | None:
-        found: Unfinished | None = original(self)
-        return None if found is None else Unfinished(found.groups, LAYERS)
+    def take(self: GrantedSteps) -> GrantedPart:
+        found = original(self)
+        return (
+            found
+            if found.unfinished is None
+            else replace(found, unfinished=Unfinished(found.unfinished.groups, LAYERS))
+        )
 
-    patch.setattr(GrantedSteps, "unfinished", property(unfinished))
+    patch.setattr(GrantedSteps, "take", take)
 
 
 # Mistakes of a home with blocks that are published layer by layer.
@@ -284,11 +289,10 @@ def all_layers_move_when_the_first_is_named(patch: pytest.MonkeyPatch) -> None:
 
 @sabotage
 def unfinished_blocks_are_sent_as_complete(patch: pytest.MonkeyPatch) -> None:
-    def blocks(message: pb.Publish) -> bytes:
-        told = pb.Blocks(step=message.step, groups=[*message.groups, *message.unfinished.groups])
-        return told.SerializeToString()
+    def blocks(message: pb.Publish) -> pb.Blocks:
+        return pb.Blocks(step=message.step, groups=[*message.groups, *message.unfinished.groups])
 
-    patch.setattr(decode, "_blocks", blocks)
+    patch.setattr(decode, "blocks_of", blocks)
 
 
 @sabotage

@@ -10,6 +10,7 @@ from typing import cast
 
 from kvferry._clock import now
 from kvferry._control.connection import Control
+from kvferry._control.granted_steps import GrantedPart
 from kvferry._integrity.verifier import Arrived, Verifier
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._memory.tails import Tails
@@ -159,15 +160,15 @@ class PlayedRank:
     ) -> RankRead:
         home = cast(Control, SimpleNamespace(address=SOURCE[0]))
         order = RankOrder(
-            f"read-{reference}", "r", home, SOURCE[1], SOURCE[2], 1, reference, LEASE, self.first,
-            Wanted(BLOCKS, (3, 5), tails=tails), now() + within, complete=complete,
+            f"read-{reference}", "r", home, SOURCE[1], SOURCE[2], 1, reference, LEASE,
+            GrantedPart(self.first, complete=complete), Wanted(BLOCKS, (3, 5), tails=tails), now() + within,
         )  # fmt: skip
         read = RankRead(self.loop, order)
         self.reads.start(read, lambda share: self.tell_ended(share), lambda share: self.tell_quiesced(share))
         return read
 
     def add(self, read: RankRead, blocks: Mapping[str, Blocks], *, last: bool) -> None:
-        self.loop.call(lambda: read.add(blocks, last=last))
+        self.loop.call(lambda: read.add(GrantedPart(blocks, complete=last)))
 
     def worked(self) -> None:
         """Wait until all that can happen now has happened."""

@@ -16,6 +16,7 @@ import pytest
 from kvferry._clock import now
 from kvferry._control.acquisition import Acquired, AcquireRequest
 from kvferry._control.connection import Control
+from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.reader_lease import Confirm, ReaderLease
 from kvferry._memory.tails import Tails
@@ -25,6 +26,7 @@ from kvferry._reads.rank_read import Wanted
 from kvferry._reads.read import OwnRead, Read, ReadResult, ReadState
 from kvferry._reads.source_engines import SourceEngine, SourceEngines
 from kvferry._transport.transfer import Transfer, TransferState
+from kvferry._wire.publication import Told
 from kvferry.errors import (
     Closed,
     EngineUnknown,
@@ -90,7 +92,8 @@ class Reading(PlayedRank):
 
     def grant(self, reference: str = "a", answer: Exception | None = None) -> None:
         source = pb.EngineRef(engine_id=SOURCE[1], incarnation=SOURCE[2])
-        self.home.answer(reference, answer or Acquired(self.lease, source, "theirs", GRANTED, b"payload"))
+        part = GrantedPart(GRANTED, Told(payload=b"payload"))
+        self.home.answer(reference, answer or Acquired(self.lease, source, "theirs", part))
 
     def reading(self, within: float = LONG) -> OwnRead:
         handle = self.read(within=within)

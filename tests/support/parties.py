@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from kvferry._wire.authority import SECRET_BYTES, incarnation_of, publication_ke
 from kvferry._wire.geometry_codec import runs_to_proto
 from kvferry.geometry import Group, GroupKind, Interval, MemoryKind, MemoryRegion, Plane, RankGeometry
 from kvferry.geometry.blocks import BlockRuns
+from kvferry.geometry.model import AgentInfo
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.identity import EngineRef
@@ -18,7 +20,7 @@ from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.publications import Lease, PublicationOutcome, PublicationRecord
 from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankOutcome, RankReport, ReadKey, ReportAnswer
 from kvferry_server.domain.records import Records
-from kvferry_server.domain.registrations import Agent, Registration
+from kvferry_server.domain.registrations import Registration
 from kvferry_server.domain.registry import Registry
 from kvferry_server.domain.sources import Sources
 from kvferry_server.domain.steps import PublicationStep
@@ -80,13 +82,13 @@ def blocks(first: int = 0, count: int = 4, start: int = 1, group: str = "full") 
     return BlockRuns(group, first * BLOCK, (first + count) * BLOCK, 0, (start,), (count,))
 
 
-def offer(number: int = 1, step: int = 0, **changes: Any) -> PublicationStep:
+def offer(number: int = 1, step: int = 0, marks: Sequence[pb.PromptMark] = (), **changes: Any) -> PublicationStep:
     given: dict[str, Any] = {
         "request_id": f"r{number}",
         "groups": (blocks(4 * step, start=1 + 4 * step),),
+        "mark_ends": tuple(mark.end for mark in marks),
     }
     made = PublicationStep(number, index=step, **{**given, **changes})
-    marks = (pb.PromptMark(end=mark.end, digest=mark.digest) for mark in made.marks)
     told = pb.Blocks(step=step, groups=map(runs_to_proto, made.groups), marks=marks)
     if made.unfinished is not None:
         begun = map(runs_to_proto, made.unfinished.groups)
@@ -225,12 +227,12 @@ def rank_geometry(rank: int = 0, ranks: int = 1, base: int = BASE, heads: int = 
     return RankGeometry(rank, tuple(planes), {"tp_rank": rank})
 
 
-def agent_of(geometry: RankGeometry, name: str) -> Agent:
+def agent_of(geometry: RankGeometry, name: str) -> AgentInfo:
     first = min(plane.extent[0] for plane in geometry.planes)
     last = max(plane.extent[1] for plane in geometry.planes)
     metadata = f"metadata of {name}".encode()
     region = MemoryRegion(MemoryKind.DRAM, 0, first, last - first)
-    return Agent(name, metadata, hashlib.sha256(metadata).digest(), (region,))
+    return AgentInfo(name, metadata, hashlib.sha256(metadata).digest(), (region,))
 
 
 def registration(

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast
 
 from kvferry import Prompt
-from kvferry._control.acquisition import Acquired, AcquireRequest, MoreBlocks
+from kvferry._control.acquisition import Acquired, AcquireRequest
 from kvferry._control.connection import Control
+from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.lease_holder import ReadReport
 from kvferry._control.reader_lease import Confirm, ReaderLease
 from kvferry._loop import Loop
@@ -36,7 +37,7 @@ class PlayedAcquisition:
         answer.lease.changed = self._changed
         return answer
 
-    async def more(self) -> MoreBlocks:
+    async def more(self) -> GrantedPart:
         found = await self._home.steps.setdefault(self._text, asyncio.Queue()).get()
         if isinstance(found, Exception):
             raise found
@@ -56,7 +57,7 @@ class PlayedHome:
         self.loop = loop
         self.confirm = confirm
         self.answers: dict[str, Acquired | Exception] = {}
-        self.steps: dict[str, asyncio.Queue[MoreBlocks | Exception]] = {}
+        self.steps: dict[str, asyncio.Queue[GrantedPart | Exception]] = {}
         self.changed = threading.Condition()
         self.said: list[str] = []
         self.reports: list[Sequence[pb.RankReport]] = []
@@ -76,7 +77,7 @@ class PlayedHome:
 
         assert self.loop.call(settle)
 
-    def step(self, text: str, found: MoreBlocks | Exception) -> None:
+    def step(self, text: str, found: GrantedPart | Exception) -> None:
         """Tell the reader of what the source has published since."""
         assert self.loop.call(lambda: self.steps.setdefault(text, asyncio.Queue()).put_nowait(found))
 

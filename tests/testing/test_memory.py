@@ -102,7 +102,7 @@ def test_a_new_agent_of_the_same_name_is_another_one(fabric: Fabric) -> None:
 def test_metadata_of_another_agent_are_refused(fabric: Fabric) -> None:
     _, _, serving, reading = pair(fabric)
     other = Side(fabric, 1).serving("other")
-    info = type(other.info)("source-2", serving.info.metadata, serving.info.sha256, serving.info.regions)
+    info = type(other.info)("source-2", serving.info.metadata, serving.info.metadata_sha256, serving.info.regions)
     with pytest.raises(BadAgentMetadata, match="its metadata are those of 'source'"):
         reading.add_peer(info)
 

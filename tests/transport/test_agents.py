@@ -12,6 +12,7 @@ import pytest
 
 from kvferry._clock import now
 from kvferry._transport import sockets
+from kvferry._transport.bounds import check_agent
 from kvferry._transport.nixl_agent import HandleState, NixlOptions, ReadHandle, ReadingAgent, ServingAgent, WrongThread
 from kvferry._transport.sockets import open_sockets, tcp_since
 from kvferry.errors import Closed, InvalidField
@@ -125,7 +126,7 @@ def test_a_reading_agent_refuses_other_threads(source: Source, memory: Memory) -
 
 def test_a_serving_agent_announces_what_it_registered(memory: Memory) -> None:
     agent = ServingAgent("announced", [memory.region])
-    agent.info.check()
+    check_agent(agent.info)
     assert agent.info.regions == (memory.region,)
     agent.close()
     agent.close()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvferry._clock import now
-from kvferry._transport.bounds import RegionMap, check_descriptors
+from kvferry._transport.bounds import RegionMap, check_agent, check_descriptors
 from kvferry._transport.nixl_agent import AgentInfo, NixlOptions, ReadingAgent
 from kvferry._transport.transport import TransferState
 from kvferry.errors import BadAgentMetadata, InvalidField
@@ -233,10 +233,10 @@ def damaged(info: AgentInfo) -> dict[str, AgentInfo]:
     return {
         "one bit": dataclasses.replace(info, metadata=bytes(flipped)),
         "truncated": dataclasses.replace(info, metadata=info.metadata[:-7]),
-        "empty": dataclasses.replace(info, metadata=b"", sha256=hashlib.sha256(b"").digest()),
+        "empty": dataclasses.replace(info, metadata=b"", metadata_sha256=hashlib.sha256(b"").digest()),
         "appended": dataclasses.replace(info, metadata=info.metadata + b"x"),
-        "wrong digest": dataclasses.replace(info, sha256=bytes(32)),
-        "no digest": dataclasses.replace(info, sha256=b""),
+        "wrong digest": dataclasses.replace(info, metadata_sha256=bytes(32)),
+        "no digest": dataclasses.replace(info, metadata_sha256=b""),
         "no name": dataclasses.replace(info, name=""),
         "long name": dataclasses.replace(info, name="x" * 1000),
         "no regions": dataclasses.replace(info, regions=()),
@@ -264,7 +264,7 @@ def test_announcements_of_an_agent_are_bounded(name: str, size: int, regions: in
         name, metadata, hashlib.sha256(metadata).digest(), (MemoryRegion(MemoryKind.DRAM, 0, 64, 1),) * regions
     )
     with contextlib.nullcontext() if good else pytest.raises(BadAgentMetadata):
-        announced.check()
+        check_agent(announced)
 
 
 @pytest.mark.parametrize("damage", list(damaged(AgentInfo("x", b"x" * 9, b"", ()))))
@@ -313,7 +313,7 @@ def test_a_source_cannot_spoil_another_ones_name(source: Source, memory: Memory,
     spoilt = 0
     for size in range(len(source.info.metadata) // 2, len(source.info.metadata), 9):
         cut = source.info.metadata[:size]
-        liar = dataclasses.replace(source.info, name="liar", metadata=cut, sha256=hashlib.sha256(cut).digest())
+        liar = dataclasses.replace(source.info, name="liar", metadata=cut, metadata_sha256=hashlib.sha256(cut).digest())
         try:
             transfer = read.start(
                 [raw_part(liar, [raw([source.base], [memory.base], [64])])], deadline=None, label="liar"

@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 
 from kvferry._control.connection import Control
+from kvferry._control.granted_steps import GrantedPart
 from kvferry._loop import Loop
 from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease, Wanted
 from kvferry._transport.nixl_agent import NixlOptions
@@ -125,7 +126,7 @@ def test_shares_that_find_no_new_agent_fail_and_the_old_one_goes_on(
 
 def share() -> RankRead:
     home, lease = cast(Control, SimpleNamespace(address="home:1")), SchedulersLease(b"l" * 16)
-    order = RankOrder("r", "request", home, "e", b"i" * 16, 1, "reference", lease, {}, Wanted({}), 60.0)
+    order = RankOrder("r", "request", home, "e", b"i" * 16, 1, "reference", lease, GrantedPart({}), Wanted({}), 60.0)
     # Nothing waits for its news.
     return RankRead(Loop(), order)
 

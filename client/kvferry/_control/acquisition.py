@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from kvferry._clock import from_duration, to_duration
 from kvferry._control.backoff import BACKOFF_FIRST, Backoff
 from kvferry._control.connection import CALL_TIMEOUT, SILENCE, Call, Control
-from kvferry._control.granted_steps import GrantedSteps
+from kvferry._control.granted_steps import GrantedPart, GrantedSteps
 from kvferry._control.reader_lease import LEASE_ID_BYTES, RENEW_LEAST, ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._control.right_prompt import ReaderPrompt
@@ -34,12 +34,11 @@ from kvferry.errors import (
     TransferExpired,
     Unreachable,
 )
-from kvferry.geometry.blocks import Blocks, Unfinished
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = Log(__name__)
 
-Found = TypeVar("Found", "Acquired", "MoreBlocks")
+Found = TypeVar("Found", "Acquired", "GrantedPart")
 
 HOME_PATIENCE = 15.0
 """Seconds after which a read gives up on an unreachable home. A restart takes less, and so does an engine's ttl. The
@@ -106,26 +105,20 @@ class AcquireRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Acquired:
-    """A lease, and the blocks that the lease covers so far.
+    """A lease, and the first blocks that the lease covers.
 
     Attributes:
         lease: renewed until it is dropped from the renewals.
         request_id: the source's name for the request.
-        blocks: the source's blocks by group.
-        payload: opaque bytes from the source; empty until the blocks are complete.
+        part: if it is not `complete`, further parts follow.
         accepted_at: when the home's promise arrived, on `kvferry._clock`; for metrics.
-        complete: these are all blocks. If False, `MoreBlocks` follow.
-        unfinished: the blocks after these of which only some layers are complete.
     """
 
     lease: ReaderLease
     source: pb.EngineRef
     request_id: str
-    blocks: dict[str, Blocks]
-    payload: bytes
+    part: GrantedPart
     accepted_at: float = 0.0
-    complete: bool = True
-    unfinished: Unfinished | None = None
 
     @property
     def hinted(self) -> bool:
@@ -135,19 +128,9 @@ class Acquired:
 
     def promises_as(self, other: Acquired) -> bool:
         """Whether both are the same but for their leases."""
-        mine = (self.source, self.request_id, self.blocks, self.payload, self.complete)
-        return mine == (other.source, other.request_id, other.blocks, other.payload, other.complete)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MoreBlocks:
-    """The blocks that a source has published since those before. `blocks` continue each group where it ended; the other
-    attributes are those of `Acquired`."""
-
-    blocks: dict[str, Blocks]
-    payload: bytes
-    complete: bool
-    unfinished: Unfinished | None = None
+        mine, theirs = self.part, other.part
+        promised = (self.source, self.request_id, mine.blocks, mine.told, mine.complete)
+        return promised == (other.source, other.request_id, theirs.blocks, theirs.told, theirs.complete)
 
 
 class Acquisition:
@@ -213,7 +196,7 @@ class Acquisition:
         try:
             self._request.prompt.refuse(self._request.reference)
             acquired = await self._next(Acquired)
-            self._granted, self._over = True, acquired.complete
+            self._granted, self._over = True, acquired.part.complete
         except KvferryError:
             outcome = pb.RANK_OUTCOME_FAILED
             raise
@@ -227,14 +210,14 @@ class Acquisition:
                     self._give_up(self._request.home, self._had, outcome)
         return acquired
 
-    async def more(self) -> MoreBlocks:
-        """Wait for the blocks that the source has published since; none follow if these are `complete`.
+    async def more(self) -> GrantedPart:
+        """Wait for the blocks that the source has published since.
 
         Raises:
             KvferryError: see `first`. The lease stays the read's.
         """
         try:
-            found = await self._next(MoreBlocks)
+            found = await self._next(GrantedPart)
         except BaseException:
             self._over = True
             raise
@@ -254,7 +237,7 @@ class Acquisition:
                 if isinstance(found, kind):
                     return found
 
-    async def _ask(self) -> Acquired | MoreBlocks | None:
+    async def _ask(self) -> Acquired | GrantedPart | None:
         """Make a call, and plan the next one."""
         request, lease, sent_at = self._request, self._lease, self._loop.now()
         left = request.deadline - sent_at
@@ -329,27 +312,23 @@ class Acquisition:
 
     # Answers of the home.
 
-    def _take(self, answer: pb.ReadBlocksResponse, sent_at: float) -> Acquired | MoreBlocks | None:
+    def _take(self, answer: pb.ReadBlocksResponse, sent_at: float) -> Acquired | GrantedPart | None:
         if answer.HasField("accepted") and not self._accept(answer.accepted, sent_at):
             return None
         lease, home = self._lease, self._request.home
         if lease is None:
             raise Unreachable(f"{home.address} did not accept the read", address=home.address)
-        self._steps.add(answer.blocks)
         complete = answer.HasField("complete")
+        self._steps.add(answer.blocks, answer.complete if complete else None)
         self._request.prompt.told(self._steps.marks, self._request.reference, self._request_id, complete=complete)
-        if complete and answer.complete.steps != len(self._steps):
-            expected = f"{len(self._steps)}, the steps that came before it"
-            raise InvalidField("number of a publication's steps", answer.complete.steps, expected)
         if answer.HasField("revoked") and not complete:
             raise _aborted(self._request, self._request_id, answer.revoked.reason)
         if not complete and not (self._request.progressive and self._steps.gained):
             return None
-        blocks, payload, unfinished = self._steps.take(), answer.complete.payload, self._steps.unfinished
+        part = self._steps.take()
         if self._granted:
-            return MoreBlocks(blocks, payload, complete, unfinished)
-        source, at = self._source, self._accepted_at
-        return Acquired(lease, source, self._request_id, blocks, payload, at, complete, unfinished)
+            return part
+        return Acquired(lease, self._source, self._request_id, part, self._accepted_at)
 
     def _accept(self, accepted: pb.Accepted, sent_at: float) -> bool:
         """Take a lease; return whether the rest of the answer can be used. If not, the home has to be asked again."""

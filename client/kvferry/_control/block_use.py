@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import BadBlock
-from kvferry.geometry.blocks import BlockIds
+from kvferry.geometry.blocks import BlockIds, repeated
 from kvferry.geometry.model import Group
 
 Pool: TypeAlias = tuple[bool, str]
@@ -137,13 +137,9 @@ class BlockUse:
                 if self.pool(group) in pools:
                     lists.setdefault(self.pool(group), []).append((group, listed))
         for found in lists.values():
-            every = found[0][1] if len(found) == 1 else np.concatenate([listed for _, listed in found])
-            if bool((every[1:] > every[:-1]).all()):
-                continue
-            every = np.sort(every)
-            twice = every[1:][every[1:] == every[:-1]]
-            if len(twice):
-                raise self.bad(found[-1][0], "source", int(twice[0]), "it is given twice")
+            twice = repeated([listed for _, listed in found])
+            if twice is not None:
+                raise self.bad(found[-1][0], "source", twice, "it is given twice")
 
 
 @dataclass(slots=True, eq=False)

@@ -1,14 +1,16 @@
-"""Collects the steps of a publication that a home grants, and joins them to one list of blocks per group."""
+"""Collects the steps of a publication that a home grants, and joins those that were not taken to one part."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvferry._prompt import MARK_BYTES, MAX_MARKS
 from kvferry._wire.geometry_codec import blocks_from_proto, runs_from_proto
+from kvferry._wire.publication import Told, told_with
 from kvferry.errors import BlocksShort, InvalidField
 from kvferry.geometry.blocks import MAX_BLOCKS, MAX_LAYERS, MAX_UNFINISHED, BlockRuns, Blocks, Unfinished
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -20,18 +22,38 @@ STEP_BYTES = 256
 """Bytes to count for each step in addition to its blocks."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class GrantedPart:
+    """Blocks that a reader was granted, since those before.
+
+    Attributes:
+        blocks: the source's blocks by group; they continue each group where it ended.
+        told: what the source has told so far, with these blocks or those before.
+        complete: no blocks follow.
+        unfinished: the blocks after these of which only some layers are complete; None: there are none.
+    """
+
+    blocks: Mapping[str, Blocks]
+    told: Told = field(default=Told())
+    complete: bool = True
+    unfinished: Unfinished | None = None
+
+
 class GrantedSteps:
-    """The steps that one reader was granted, and which of them it has taken. `marks` are those of the prompt in these
-    steps, by their ends.
+    """The steps that one reader was granted, and which of them it has taken.
 
     A home that was restarted sends all steps again; they must equal those from before.
+
+    Attributes:
+        marks: those of the prompt in these steps, by their ends.
     """
 
     def __init__(self) -> None:
         self.marks: dict[int, bytes] = {}
+        self._told, self._complete = Told(), False
         self._fresh: list[pb.Blocks] = []
         """Steps that were not taken."""
-        self._told = 0
+        self._received = 0
         self._digests: list[bytes] = []
         """The digest of each step. Steps that were taken are not kept."""
         self._ends: dict[str, int] = {}
@@ -43,21 +65,21 @@ class GrantedSteps:
 
     def __len__(self) -> int:
         """The number of steps that were received, since the home's last restart."""
-        return self._told
+        return self._received
 
     @property
     def gained(self) -> bool:
         """Whether a step that was not taken has blocks, or names layers."""
         return any(step.groups or step.HasField("unfinished") for step in self._fresh)
 
-    def add(self, steps: Iterable[pb.Blocks]) -> None:
-        """Add the next steps; raises `InvalidField` if a step is out of order or differs from the one received before,
-        or the steps are too large."""
+    def add(self, steps: Iterable[pb.Blocks], complete: pb.Complete | None = None) -> None:
+        """Add the next steps, and what their home says with the last; raises `InvalidField` if a step is missing, out
+        of order, or differs from the one received before, or the steps are too large."""
         for step in steps:
-            if step.step != self._told:
-                raise InvalidField("number of a publication's step", step.step, f"{self._told}, the next one")
+            if step.step != self._received:
+                raise InvalidField("number of a publication's step", step.step, f"{self._received}, the next one")
             digest = _digest(step)
-            if self._told == len(self._digests):
+            if self._received == len(self._digests):
                 self._size += step.ByteSize() + STEP_BYTES
                 if self._size > GRANT_BYTES:
                     size = f"{self._size} bytes"
@@ -65,12 +87,18 @@ class GrantedSteps:
                 self._mark(step.marks)
                 self._digests.append(digest)
                 self._fresh.append(step)
-            elif digest != self._digests[self._told]:
+            elif digest != self._digests[self._received]:
                 raise InvalidField("step of a publication", step.step, "what it was before its home restarted")
             else:
                 # An older home has not sent the marks.
                 self._mark(mark for mark in step.marks if mark.end not in self.marks)
-            self._told += 1
+            self._received += 1
+        if complete is None:
+            return
+        if complete.steps != self._received:
+            expected = f"{self._received}, the steps that came before it"
+            raise InvalidField("number of a publication's steps", complete.steps, expected)
+        self._told, self._complete = told_with(self._told, complete), True
 
     def _mark(self, marks: Iterable[pb.PromptMark]) -> None:
         for mark in marks:
@@ -84,21 +112,17 @@ class GrantedSteps:
 
     def again(self) -> None:
         """Start to compare: the home sends all steps again, from the first."""
-        self._told = 0
+        self._received = 0
 
-    @property
-    def unfinished(self) -> Unfinished | None:
-        """The blocks after those that were taken of which some layers are complete; None: there are none."""
-        return Unfinished(tuple(self._begun.values()), tuple(sorted(self._layers))) if self._begun else None
-
-    def take(self) -> dict[str, Blocks]:
-        """Return the blocks of the steps since the last call, by group; raises the errors of `joined`."""
+    def take(self) -> GrantedPart:
+        """Return the blocks of the steps since the last call; raises the errors of `joined`."""
         steps, self._fresh = self._fresh, []
         taken = joined(steps, self._ends, self._blocks)
         self._blocks += sum(len(blocks.ids) for blocks in taken.values())
         for step in steps:
             self._take_unfinished(step)
-        return taken
+        unfinished = Unfinished(tuple(self._begun.values()), tuple(sorted(self._layers))) if self._begun else None
+        return GrantedPart(taken, self._told, self._complete, unfinished)
 
     def _take_unfinished(self, step: pb.Blocks) -> None:
         """Take the unfinished blocks of the next step.
@@ -132,11 +156,11 @@ class GrantedSteps:
 
 
 def _digest(step: pb.Blocks) -> bytes:
-    """Digest the blocks of a step, without its unfinished blocks and its marks: a home that is replaced by a home of
-    another version begins to send these, or stops."""
-    if step.HasField("unfinished") or step.marks:
-        step = pb.Blocks(step=step.step, groups=step.groups)
-    return hashlib.sha256(step.SerializeToString(deterministic=True)).digest()
+    """Digest the complete blocks of a step, and nothing else: a home that is replaced by a home of another version
+    begins to send other fields, or stops."""
+    encoded = [group.SerializeToString(deterministic=True) for group in step.groups]
+    lengths = repr([len(each) for each in encoded]).encode()
+    return hashlib.sha256(b"".join((lengths, *encoded))).digest()
 
 
 def _check_same(unfinished: Mapping[str, BlockRuns], groups: Iterable[pb.GroupBlocks]) -> None:

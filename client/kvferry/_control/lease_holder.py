@@ -25,6 +25,7 @@ from kvferry._loop import Loop
 from kvferry._prompt import Prompt
 from kvferry._tracing import NO_SPAN, Span
 from kvferry._wire.authority import new_read_id, read_id_of
+from kvferry._wire.publication import granted_by
 from kvferry._wire.reference import MAX_HINT_BLOCKS, format_reference, hint_digest, parse_reference
 from kvferry._wire.token import EngineToken, engine_ref
 from kvferry.errors import InternalError, InvalidField, KvferryError
@@ -172,8 +173,9 @@ class LeaseHolder:
             count = sum(sum(group.run_counts) for group in hint.groups)
             if count > MAX_HINT_BLOCKS:
                 raise InvalidField("number of blocks of a hint", count, f"at most {MAX_HINT_BLOCKS}")
-            steps.add([pb.Blocks(groups=hint.groups, marks=hint.marks)])
-            blocks = steps.take()
+            blocks, complete = granted_by(hint)
+            steps.add([blocks], complete)
+            part = steps.take()
         except (DecodeError, KvferryError):
             # The home has the right ones.
             request.hint = b""
@@ -181,8 +183,7 @@ class LeaseHolder:
         request.prompt.refuse(reference)
         request.prompt.told(steps.marks, reference, hint.request_id, complete=True)
         source = pb.EngineRef(engine_id=reference.engine_id, incarnation=reference.incarnation)
-        lease, at = ReaderLease.none(), self._loop.now()
-        return Acquired(lease, source, hint.request_id, blocks, hint.payload, at)
+        return Acquired(ReaderLease.none(), source, hint.request_id, part, self._loop.now())
 
     def acquire(self, request: AcquireRequest, changed: Callable[[], object]) -> Acquisition:
         """Begin to acquire a publication: await `Acquisition.first`. For `changed` see `ReaderLease.changed`."""

@@ -10,7 +10,7 @@ from functools import partial
 
 from kvferry._control.backoff import Backoff
 from kvferry._control.batches import batches
-from kvferry._control.connection import Control
+from kvferry._control.connection import CALL_TIMEOUT, Control
 from kvferry._logs import Log
 from kvferry._loop import Loop, Signal
 from kvferry._threads import guarded
@@ -20,9 +20,6 @@ from kvferry.errors import InternalError, KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = Log(__name__)
-
-NOTIFY_TIMEOUT = 5.0
-"""Seconds for one attempt."""
 
 MAX_WAITING = 16_384
 MAX_WAITING_AT_HOME = 4096
@@ -55,7 +52,7 @@ class Notifier:
         self._closed = False
 
     def send(
-        self, home: Control, messages: Iterable[Message], *, timeout: float = NOTIFY_TIMEOUT, span: Span = NO_SPAN
+        self, home: Control, messages: Iterable[Message], *, timeout: float = CALL_TIMEOUT, span: Span = NO_SPAN
     ) -> None:
         """Send notifications to a home at once, in as few calls as possible, and repeat those whose errors are
         retryable. `timeout` is in seconds, for the first attempt.

@@ -21,6 +21,7 @@ from kvferry._control.right_prompt import Marker
 from kvferry._logs import Log
 from kvferry._prompt import Prompt
 from kvferry._wire.authority import publication_key
+from kvferry._wire.publication import hint_of
 from kvferry._wire.reference import MAX_REFERENCE_MARKS, add_hint, format_reference
 from kvferry.errors import InternalError, KvferryError, RouterKeyUsed, Unreachable, WrongState
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -209,8 +210,7 @@ class Offers:
             reference.marks.extend(step.marks)
         # Readers that compare sums need a lease, and a router's reference has no room for blocks.
         if self._hints and step.last and not step.checksums and not step.router_key:
-            hint = pb.Hint(groups=step.groups, marks=step.marks, payload=step.payload, request_id=step.request_id)
-            step.hint_digest = add_hint(reference, hint)
+            step.hint_digest = add_hint(reference, hint_of(step))
         publication = Publication(step.publication, step.request_id, format_reference(reference), traceparent)
         self._held[publication.number] = _Held(publication, [step], marker, sending=1)
         if step.router_key:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
-from kvferry._arguments import described, several
+from kvferry._arguments import described, flag, several
 from kvferry._engine_spec import EngineSpec
 from kvferry._memory.usable import check_mapped, check_stable
 from kvferry.errors import InvalidField
@@ -16,14 +16,45 @@ from kvferry.geometry.tensors import Holding, Tensor, heads_held, planes_of, reg
 ONE_OF = "one of heads, holding with its units, and replicated=True"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Declared:
-    """The heads that a rank declares to hold; see `Client.register_cache`."""
+    """The arguments of `Client.register_cache` and of `WorkerPort` about a rank's memory, beside its tensors.
 
-    heads: range | Interval | None
-    total_heads: int | None
-    holding: Holding | None
-    replicated: bool
+    Describe the memory in one of three ways: by the tensors and the names of their `axes`, for an engine of one group;
+    by the tensors and the `planes` that `kvferry.geometry.formats` makes of them; or by `planes` and the `regions` of
+    memory that they lie in.
+
+    Attributes:
+        axes: names of the tensors' axes, e.g. ``("kv", "block", "head", "token", "content")``; None: unknown, so that
+            only whole pages can be read.
+        heads, total_heads: the KV heads that the tensors hold, and the number in the model: ``range(2, 4)`` of 4.
+        holding: the contents of the tensors in detail: heads or other units, tokens, and where they may be cut.
+        replicated: every rank that has these layers holds all of their heads. An engine of several ranks must give one
+            of `heads`, `holding` (with its `units`) and `replicated`: ranks that declare the same heads count as
+            replicas, and a reader reads some blocks from one replica and some from another. Required with `planes` if a
+            plane holds its whole axis.
+        planes: the planes that the rank holds.
+        regions: the regions of memory that the planes lie in.
+        keep: an object to keep referenced as long as the cache.
+        labels: for people and tools, such as tp_rank and pp_rank.
+        serve: whether other ranks may read this cache. False saves one NIXL agent.
+    """
+
+    _: KW_ONLY
+    axes: Sequence[str] | None = None
+    heads: range | Interval | None = None
+    total_heads: int | None = None
+    holding: Holding | None = None
+    replicated: bool = False
+    planes: Sequence[Plane] | None = None
+    regions: Sequence[MemoryRegion] | None = None
+    keep: object = None
+    labels: Mapping[str, int] | None = None
+    serve: bool = True
+
+    def __post_init__(self) -> None:
+        flag("replicated", self.replicated)
+        flag("serve", self.serve)
 
     def of_tensors(self, num_ranks: int) -> Holding | None:
         """What the rank's tensors hold; None: the whole model. Raises `InvalidField` if the heads are declared in two
@@ -67,14 +98,10 @@ class Declared:
 
 
 def memory_of(
-    engine: EngineSpec,
-    tensors: Mapping[str, Tensor] | None,
-    axes: Sequence[str] | None,
-    declared: Declared,
-    planes: Sequence[Plane] | None,
-    regions: Sequence[MemoryRegion] | None,
+    engine: EngineSpec, tensors: Mapping[str, Tensor] | None, declared: Declared
 ) -> tuple[tuple[Plane, ...], tuple[MemoryRegion, ...]]:
     """The planes and regions of a rank, from its tensors or from the planes and regions that are given."""
+    axes, planes, regions = declared.axes, declared.planes, declared.regions
     found: tuple[Plane, ...]
     if planes is not None:
         found = several("planes", planes, Plane, "several Planes")

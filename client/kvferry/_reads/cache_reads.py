@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import partial
 
-from kvferry._control.acquisition import Acquired, AcquireRequest, MoreBlocks
+from kvferry._control.acquisition import Acquired, AcquireRequest
+from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._loop import Loop
 from kvferry._reads.callbacks import Callbacks
@@ -17,6 +18,7 @@ from kvferry._reads.rank_reads import RankReads
 from kvferry._reads.read import OwnRead, ReadResult
 from kvferry._reads.source_engines import SourceEngines
 from kvferry._threads import settle
+from kvferry._wire.publication import told_fields
 from kvferry.errors import (
     Closed,
     EngineUnknown,
@@ -105,7 +107,9 @@ class CacheReads(LeasedReads[OwnRead]):
 
     def on_granted(self, read: OwnRead) -> None:
         acquired, wanted = read.acquired, read.wanted
-        if acquired is None or self.takes(read, taken_end(acquired.blocks, wanted.blocks, wanted.tokens)) is not None:
+        if acquired is None:
+            return
+        if self.takes(read, taken_end(acquired.part.blocks, wanted.blocks, wanted.tokens)) is not None:
             return
         self.begin(read)
         share = RankRead(self._loop, _order(read, acquired))
@@ -119,9 +123,9 @@ class CacheReads(LeasedReads[OwnRead]):
             share.refuse(error)
             self.share_ended(read, self._rank, ShareEnd(error, quiet=True, bytes=0), share.ended_at)
 
-    def on_more(self, read: OwnRead, more: MoreBlocks) -> None:
+    def on_more(self, read: OwnRead, more: GrantedPart) -> None:
         if read.share is not None:
-            read.share.add(more.blocks, more.unfinished, last=more.complete)
+            read.share.add(more)
 
     def on_extended(self, read: OwnRead) -> None:
         if read.share is not None:
@@ -171,9 +175,7 @@ def _order(read: OwnRead, acquired: Acquired) -> RankOrder:
         publication=request.reference.publication,
         reference=request.text,
         lease=acquired.lease,
-        granted=acquired.blocks,
-        complete=acquired.complete,
-        unfinished=acquired.unfinished,
+        granted=acquired.part,
         wanted=read.wanted,
         deadline=request.deadline,
         traceparent=read.span.traceparent,
@@ -187,7 +189,7 @@ def _result(read: OwnRead) -> ReadResult | TransferFailed:
     work = share.work
     return ReadResult(
         request_id=acquired.request_id,
-        payload=read.payload,
+        **told_fields(read.told),
         bytes=read.bytes,
         staged_bytes=work.staged_bytes,
         descriptors=work.descriptors,

@@ -14,6 +14,7 @@ from kvferry._logs import Log
 from kvferry._loop import Loop, Signal
 from kvferry._reads.read_times import ShareWork, Stamps
 from kvferry._tracing import NO_SPAN
+from kvferry._wire.publication import Told
 from kvferry.errors import KvferryError, PromptMismatch, TransferCancelled, TransferError
 from kvferry.v1 import kv_transfer_pb2 as pb
 
@@ -52,7 +53,7 @@ class LeasedRead:
         not_validated: why the home did not validate a read from a hint.
         complete: all blocks are known.
         until: end of the tokens that are read, once known.
-        payload: opaque bytes from the source, once all blocks are known.
+        told: what the source has told so far, beside its blocks.
         error: why the read fails; None: no failure so far.
         ends: by rank.
         not_quiet: ranks whose share has ended, and whose blocks may still be written to.
@@ -74,7 +75,7 @@ class LeasedRead:
         self.not_validated: KvferryError | None = None
         self.complete = False
         self.until = 0
-        self.payload = b""
+        self.told = Told()
         self.error: KvferryError | None = None
         self.ends: dict[int, ShareEnd] = {}
         self.not_quiet: set[int] = set()

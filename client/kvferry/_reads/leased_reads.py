@@ -19,8 +19,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Generic, TypeVar
 
-from kvferry._control.acquisition import HOME_PATIENCE, Acquired, Acquisition, MoreBlocks, timed_out
+from kvferry._control.acquisition import HOME_PATIENCE, Acquired, Acquisition, timed_out
 from kvferry._control.connection import Control
+from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.lease_holder import VERDICT_TIMEOUT, Answer, LeaseHolder, ReadReport
 from kvferry._control.reader_lease import Confirm, ReaderVerdict, verdict_of
 from kvferry._logs import Log
@@ -28,6 +29,7 @@ from kvferry._loop import Loop
 from kvferry._reads.leased_read import LeasedRead, ReadStage, ShareEnd, log_end, set_quiet
 from kvferry._reads.meters import ReadMeter, kind_of
 from kvferry._tracing import NO_SPAN, start_span
+from kvferry._wire.publication import Told
 from kvferry._wire.status import reason_number
 from kvferry.errors import (
     BadReference,
@@ -83,7 +85,7 @@ class LeasedReads(Generic[SomeRead]):
     def on_granted(self, read: SomeRead) -> None:
         """Called when a read is GRANTED."""
 
-    def on_more(self, read: SomeRead, more: MoreBlocks) -> None:
+    def on_more(self, read: SomeRead, more: GrantedPart) -> None:
         """Called when the source of a read that is GRANTED or READING has published more blocks."""
 
     def on_extended(self, read: SomeRead) -> None:
@@ -250,7 +252,7 @@ class LeasedReads(Generic[SomeRead]):
         try:
             with self.lock:
                 self._granted(read, acquired)
-            if not acquired.complete:
+            if not acquired.part.complete:
                 more = self._loop.spawn(self._follow(read, acquisition), f"the steps of read {read.read_id}")
             if await self._all_ended(read):
                 if not self._holder.reports_first(read.request, acquired.lease):
@@ -372,7 +374,7 @@ class LeasedReads(Generic[SomeRead]):
             with self.lock:
                 if read.stage not in BEGUN or read.error is not None:
                     return
-                read.complete, read.payload = found.complete, found.payload
+                read.complete, read.told = found.complete, found.told
                 if read.stage is ReadStage.READING:
                     self._compare_prompt(read)
                 if read.error is None:
@@ -493,7 +495,7 @@ class LeasedReads(Generic[SomeRead]):
         if read.stage is not ReadStage.WAITING:
             return
         read.acquired, read.lease, read.stage = acquired, acquired.lease, ReadStage.GRANTED
-        read.complete, read.payload = acquired.complete, acquired.payload
+        read.complete, read.told = acquired.part.complete, acquired.part.told
         read.acquiring.end(request_id=acquired.request_id)
         read.stamps.accepted, read.stamps.granted = acquired.accepted_at, self._loop.now()
         self.on_granted(read)
@@ -514,7 +516,7 @@ class LeasedReads(Generic[SomeRead]):
             read.request.prompt.judge(read.until, complete=read.complete)
         except TransferError as error:
             # The payload may begin the answer to another prompt.
-            read.payload = b""
+            read.told = Told()
             self.fail(read, error)
 
     def _refuse(self, read: SomeRead, error: KvferryError) -> None:
@@ -564,7 +566,7 @@ class LeasedReads(Generic[SomeRead]):
         read.stage = ReadStage.ENDED
         if read.error is not None and read.acquired is not None and read.acquired.hinted:
             # A router may have written it.
-            read.payload = b""
+            read.told = Told()
         set_quiet(read)
         log_end(read, "ended")
         self._meter.ended(read)

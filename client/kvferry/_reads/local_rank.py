@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvferry import _arguments as arguments
 from kvferry._engine_spec import EngineSpec
 from kvferry._memory.declared import Declared, memory_of
 from kvferry._memory.rank_memory import RankMemory
@@ -18,8 +17,7 @@ from kvferry._wire.authority import agent_name, new_agent_key
 from kvferry.errors import Closed, InvalidField
 from kvferry.geometry.model import MemoryRegion, RankGeometry, check_rank, check_regions
 from kvferry.geometry.overlap import check_unshared
-from kvferry.geometry.plane import Interval, Plane
-from kvferry.geometry.tensors import Holding, Tensor, held, named_tensors
+from kvferry.geometry.tensors import Tensor, held, named_tensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,24 +92,17 @@ class LocalRank:
 
 
 def describe(
-    engine: EngineSpec,
-    tensors: Mapping[str, Tensor] | None,
-    axes: Sequence[str] | None,
-    heads: range | Interval | None,
-    total_heads: int | None,
-    holding: Holding | None,
-    replicated: bool,
-    planes: Sequence[Plane] | None,
-    regions: Sequence[MemoryRegion] | None,
-    keep: object,
-) -> tuple[tuple[Plane, ...], OwnedMemory]:
-    """Return a rank's planes and its memory, from the arguments of `Client.register_cache`; raises the same errors."""
+    engine: EngineSpec, rank: int, tensors: Mapping[str, Tensor] | None, declared: Declared
+) -> tuple[RankGeometry, OwnedMemory]:
+    """Return a rank's geometry and its memory, from the arguments of `Client.register_cache`; raises the same
+    errors."""
     if tensors is not None:
         # Keeps the memory alive even if the caller changes its mapping or drops its tensors.
         tensors = {name: held(tensor) for name, tensor in named_tensors(tensors).items()}
-    declared = Declared(heads, total_heads, holding, arguments.flag("replicated", replicated))
-    found, ranges = memory_of(engine, tensors, axes, declared, planes, regions)
-    return found, OwnedMemory(ranges, tuple((tensors or {}).values()), keep=(tensors, _kept(keep)))
+    planes, regions = memory_of(engine, tensors, declared)
+    labels = {} if declared.labels is None else declared.labels
+    owned = OwnedMemory(regions, tuple((tensors or {}).values()), keep=(tensors, _kept(declared.keep)))
+    return RankGeometry(rank, planes, labels), owned
 
 
 def _kept(keep: object) -> object:

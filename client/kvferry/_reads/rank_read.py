@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 
 from kvferry._clock import now
 from kvferry._control.connection import Control
+from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._integrity.summed_blocks import Verification
 from kvferry._integrity.verifier import Arrived
@@ -20,7 +21,7 @@ from kvferry._reads.source_engines import SourceEngine
 from kvferry._tracing import NO_SPAN, Span
 from kvferry._transport.transport import Transfer, TransferProgress, TransferState
 from kvferry.errors import KvferryError, TransferCancelled
-from kvferry.geometry.blocks import Blocks, Unfinished
+from kvferry.geometry.blocks import Blocks
 from kvferry.planner.expansion import Expansion
 from kvferry.planner.plan import ReadPlan, RequestParts
 
@@ -51,12 +52,10 @@ class RankOrder:
     Attributes:
         reference: the publication's reference, for the handshake with the source.
         lease: if this process holds the lease, the transfer ends with it.
-        granted: the source's blocks by group, as far as they were known.
-        wanted: the part to read; its `tokens` are given unless the order is `complete`.
+        granted: the source's blocks, as far as they were known; `RankRead.add` adds the others.
+        wanted: the part to read; its `tokens` are given unless `granted` is complete.
         deadline: time on the loop's clock at which the share fails.
         traceparent: of the read's span; empty: not traced.
-        complete: `granted` are all blocks. If False, `RankRead.add` adds the others.
-        unfinished: the source's blocks after `granted` of which only some layers are complete.
     """
 
     read_id: str
@@ -67,12 +66,10 @@ class RankOrder:
     publication: int
     reference: str = field(repr=False)
     lease: ReaderLease | SchedulersLease
-    granted: Mapping[str, Blocks]
+    granted: GrantedPart
     wanted: Wanted
     deadline: float
     traceparent: str = ""
-    complete: bool = True
-    unfinished: Unfinished | None = None
 
     @property
     def source(self) -> tuple[str, str, bytes]:
@@ -126,9 +123,9 @@ class RankRead:
         self.span: Span = NO_SPAN
         self.engine: SourceEngine | None = None
         self.parts: RequestParts | None = None
-        self.received: list[Mapping[str, Blocks]] = [order.granted]
-        self.unfinished = order.unfinished
-        self.complete = order.complete
+        self.received: list[Mapping[str, Blocks]] = [order.granted.blocks]
+        self.unfinished = order.granted.unfinished
+        self.complete = order.granted.complete
         self.cleared: Future[bool] | None = None
         self.news = Signal(loop)
         self._loop = loop
@@ -225,13 +222,12 @@ class RankRead:
         if transfer is not None and deadline is not None:
             transfer.extend(deadline)
 
-    def add(self, blocks: Mapping[str, Blocks], unfinished: Unfinished | None = None, *, last: bool) -> None:
-        """Add blocks that the source has published since, each group's from where it ended; on the loop. Has no effect
-        on a share that has ended, or whose blocks are complete. `unfinished`: the blocks after these of which only some
-        layers are complete. `last`: no more blocks follow."""
+    def add(self, more: GrantedPart) -> None:
+        """Add blocks that the source has published since; on the loop. Has no effect on a share that has ended, or
+        whose blocks are complete."""
         if not (self.ended or self.complete):
-            self.received.append(blocks)
-            self.unfinished, self.complete = unfinished, last
+            self.received.append(more.blocks)
+            self.unfinished, self.complete = more.unfinished, more.complete
             self.news.set()
 
     def stop(self) -> bool:

@@ -20,6 +20,7 @@ from kvferry._reads.callbacks import Callbacks
 from kvferry._reads.leased_read import LeasedRead, ReadStage
 from kvferry._reads.rank_read import RankRead, Wanted
 from kvferry._threads import guarded
+from kvferry._wire.publication import Told
 from kvferry.errors import KvferryError, TransferCancelled, TransferFailed
 
 
@@ -38,12 +39,11 @@ class ReadState(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class ReadResult:
-    """The result of a successful read.
+class ReadResult(Told):
+    """The result of a successful read. Has the attributes of `Told`, and these:
 
     Attributes:
         request_id: the source's name for the request.
-        payload: opaque bytes from the source.
         bytes: number of bytes that this rank read.
         staged_bytes: number of these bytes that went through staging memory.
         descriptors: number of descriptors, after fusing and merging.
@@ -56,7 +56,6 @@ class ReadResult:
     """
 
     request_id: str
-    payload: bytes
     bytes: int
     staged_bytes: int
     descriptors: int

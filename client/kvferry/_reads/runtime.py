@@ -30,17 +30,15 @@ from kvferry._reads.source_engines import SourceEngine, SourceEngines, whole_eng
 from kvferry._threads import settle
 from kvferry._transport.agents import Agents
 from kvferry._transport.calibration import measure
-from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._transport.transport import Transport
-from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto, region_to_proto
+from kvferry._wire.geometry_codec import agent_to_proto, group_to_proto, rank_to_proto
 from kvferry._wire.reference import parse_source_reference
 from kvferry._wire.token import EngineToken, engine_ref
 from kvferry.errors import Closed, EngineUnknown, KvferryError, LimitReached
-from kvferry.geometry.model import EngineGeometry, RankGeometry
+from kvferry.geometry.model import AgentInfo, EngineGeometry, RankGeometry
 from kvferry.planner.path_choice import Costs, PathRule
-from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = Log(__name__)
@@ -262,14 +260,6 @@ class _MeasuredCosts:
 
 def _registration(local: LocalRank, token: EngineToken) -> pb.RegisterCacheRequest:
     spec, rank, agent = local.spec, local.rank, local.agent
-    described: geometry_pb2.Agent | None = None
-    if agent is not None:
-        described = geometry_pb2.Agent(
-            name=agent.info.name,
-            metadata=agent.info.metadata,
-            metadata_sha256=agent.info.sha256,
-            regions=[region_to_proto(region) for region in agent.info.regions],
-        )
     registration = pb.RegisterCacheRequest(
         engine=engine_ref(token),
         session_secret=token.session_secret,
@@ -278,7 +268,7 @@ def _registration(local: LocalRank, token: EngineToken) -> pb.RegisterCacheReque
         identity=spec.identity,
         groups=[group_to_proto(group) for group in spec.groups],
         rank=rank_to_proto(rank),
-        agent=described,
+        agent=None if agent is None else agent_to_proto(agent.info),
         agent_key=b"" if agent is None else local.agent_key,
         partial=spec.partial,
     )

@@ -14,9 +14,8 @@ from kvferry._engine_spec import EngineSpec
 from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._tracing import start_span
-from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._wire.authority import has_agent_key
-from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto, region_from_proto
+from kvferry._wire.geometry_codec import agent_from_proto, group_to_proto, rank_to_proto
 from kvferry._wire.handshake import Handshaken
 from kvferry.errors import (
     AgentsWithheld,
@@ -31,7 +30,7 @@ from kvferry.errors import (
     WrongKey,
     WrongState,
 )
-from kvferry.geometry.model import EngineGeometry
+from kvferry.geometry.model import AgentInfo, EngineGeometry
 from kvferry.planner.path_choice import PathRule
 from kvferry.planner.plan import ReadPlan, plan_read
 from kvferry.v1 import geometry_pb2
@@ -309,12 +308,7 @@ def _agent(engine_id: str, incarnation: bytes, rank: int, agent: geometry_pb2.Ag
         raise BadAgentMetadata(
             f"engine {engine_id!r}, rank {rank}: {problem}", engine_id=engine_id, rank=rank, problem=problem
         )
-    return AgentInfo(
-        name=agent.name,
-        metadata=agent.metadata,
-        sha256=agent.metadata_sha256,
-        regions=tuple(region_from_proto(region) for region in agent.regions),
-    )
+    return agent_from_proto(agent)
 
 
 async def whole_engine(control: Control, token: pb.EngineRef, deadline: float) -> EngineGeometry:

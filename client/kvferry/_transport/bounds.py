@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import sys
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import BadAgentMetadata, InvalidField
-from kvferry.geometry.model import MemoryRegion
+from kvferry.geometry.model import AgentInfo, MemoryRegion
 from kvferry.geometry.plane import ADDRESS_LIMIT, MemoryKind
 from kvferry.planner.descriptors import Addresses, Descriptors, DescriptorTable, PreparedDescriptors, RawDescriptors
 
@@ -165,13 +165,14 @@ def check_indices(prepared: PreparedDescriptors) -> None:
             raise InvalidField(field, low if low < 0 else high, f"0 to {size - 1}")
 
 
-def check_agent(name: str, metadata: bytes, sha256: bytes, regions: Sequence[MemoryRegion]) -> None:
+def check_agent(agent: AgentInfo) -> None:
     """Raise `BadAgentMetadata` unless the metadata are the announced ones.
 
     NIXL cannot check this: one flipped bit can kill the process, and after truncated metadata the agent's name cannot
     be used again in this process (both measured). NIXL takes the name from the metadata, so damaged metadata of one
     agent, announced under another's name, would make the first agent's name unusable.
     """
+    name, metadata, regions = agent.name, agent.metadata, agent.regions
     problem = ""
     if not 1 <= len(name.encode()) <= NAME_LIMIT:
         problem = f"its name has {len(name.encode())} bytes"
@@ -179,7 +180,7 @@ def check_agent(name: str, metadata: bytes, sha256: bytes, regions: Sequence[Mem
         problem = f"its metadata has {len(metadata)} bytes"
     elif not 1 <= len(regions) <= REGIONS_LIMIT:
         problem = f"it has {len(regions)} regions"
-    elif hashlib.sha256(metadata).digest() != sha256:
+    elif hashlib.sha256(metadata).digest() != agent.metadata_sha256:
         problem = "its metadata is damaged: the digest is another"
     elif metadata.startswith(METADATA_HEADER) and not metadata.startswith(_header(name)):
         problem = "its metadata is another agent's"

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from kvferry._transport.bounds import RegionMap, check_agent, check_indices, che
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.sockets import open_sockets, tcp_since
 from kvferry.errors import BadAgentMetadata, Closed, InvalidField, NixlError, NixlMissing, WrongThread
-from kvferry.geometry.model import MemoryRegion
+from kvferry.geometry.model import AgentInfo, MemoryRegion
 from kvferry.geometry.plane import MemoryKind
 from kvferry.planner.descriptors import Addresses, Descriptors, DescriptorTable, PreparedDescriptors
 
@@ -33,23 +33,6 @@ __all__ += ["ServingAgent", "WrongThread"]
 WARM_UP_BYTES = 64
 TABLES_PER_PEER = 64
 """Prepared tables kept per peer. A plan has a few; replaced plans leave more behind."""
-
-
-@dataclass(frozen=True, slots=True)
-class AgentInfo:
-    """A serving agent, as its rank announces it. Nothing outside `regions`, its registered memory, is ever read.
-
-    `metadata` are NIXL's opaque bytes; their digest is checked before NIXL gets them.
-    """
-
-    name: str
-    metadata: bytes = field(repr=False)
-    sha256: bytes
-    regions: tuple[MemoryRegion, ...]
-
-    def check(self) -> None:
-        """Raise `BadAgentMetadata` if the metadata are not the announced ones."""
-        check_agent(self.name, self.metadata, self.sha256, self.regions)
 
 
 class HandleState(enum.Enum):
@@ -212,7 +195,7 @@ class ReadingAgent:
         """Check a peer's metadata and load them. Raises `BadAgentMetadata` if they are not the announced ones, and
         `NixlError` if the peer cannot be reached."""
         self.check_owner("add_peer")
-        info.check()
+        check_agent(info)
         sockets = open_sockets()
         answer = self.call("loadRemoteMD", info.name, info.metadata)
         answered = answer.decode(errors="replace") if isinstance(answer, bytes) else str(answer)

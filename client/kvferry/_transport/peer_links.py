@@ -43,7 +43,7 @@ class PeerLinks:
     def of(self, info: AgentInfo) -> Link | None:
         """The link to this peer; None if there is no link, or one to another agent of the same name."""
         link = self._links.get(info.name)
-        return link if link is not None and link.info.sha256 == info.sha256 else None
+        return link if link is not None and link.info.metadata_sha256 == info.metadata_sha256 else None
 
     def room(self) -> bool:
         """Whether one more chunk keeps within this agent's part of `bytes_in_flight_total`."""
@@ -81,7 +81,7 @@ class PeerLinks:
             work.owner.fail(as_kvferry_error(error, f"staging memory of transfer {work.owner.label!r}"))
             return False
         link = self.add(agent, work.info)
-        if link.info.sha256 != work.info.sha256 or link.info.regions != work.info.regions:
+        if link.info.metadata_sha256 != work.info.metadata_sha256 or link.info.regions != work.info.regions:
             # Another agent has the same name: NIXL would go on with the old agent's metadata.
             link.leaving = True
         if link.state is LinkState.BROKEN or link.leaving:

@@ -14,7 +14,7 @@ from kvferry._clock import now
 from kvferry._memory.access import StagingSpace
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._transport.agents import NIXL, Agents
-from kvferry._transport.bounds import RegionMap, check_descriptors
+from kvferry._transport.bounds import RegionMap, check_agent, check_descriptors
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.peer_work import PeerWork, as_kvferry_error
@@ -221,7 +221,7 @@ class Transport:
         known = self._peers.get(peer.name)
         if known is not None and known[0] is peer:
             return known[1]
-        peer.check()
+        check_agent(peer)
         regions = RegionMap(f"agent {peer.name!r}", peer.regions)
         with self._lock:
             self._peers[peer.name] = peer, regions

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvferry.errors import BadGeometry, InvalidField
 from kvferry.geometry.blocks import FEW_RUNS, MAX_BLOCKS, BlockRuns, Blocks, ids_of_runs
-from kvferry.geometry.model import EngineGeometry, Group, GroupKind, MemoryRegion, RankGeometry
+from kvferry.geometry.model import AgentInfo, EngineGeometry, Group, GroupKind, MemoryRegion, RankGeometry
 from kvferry.geometry.plane import Interval, MemoryKind, Plane, TokenShard
 from kvferry.v1 import geometry_pb2 as pb
 from kvferry.v1.kv_transfer_pb2 import GroupBlocks
@@ -25,6 +25,7 @@ PLANE_FIELDS = (
     *("page_stride", "block_states", "unit_stride", "token_stride", "state_bytes", "axis_size", "units_divide"),
     *("optional_cover", "shared"),
 )
+AGENT_FIELDS = ("name", "metadata", "metadata_sha256")
 REGION_FIELDS = ("device", "base", "length")
 RUNS_FIELDS = ("group", "first_token", "state_token")
 
@@ -163,6 +164,16 @@ def region_from_proto(message: pb.MemoryRegion) -> MemoryRegion:
     """Decode a memory region; raises `BadGeometry`."""
     kind = _member(MemoryKind, message.memory_kind, "memory_kind", "memory region")
     return MemoryRegion(kind, **_alike(REGION_FIELDS, message))
+
+
+def agent_to_proto(agent: AgentInfo) -> pb.Agent:
+    """Encode an agent."""
+    return pb.Agent(regions=map(region_to_proto, agent.regions), **_alike(AGENT_FIELDS, agent))
+
+
+def agent_from_proto(message: pb.Agent) -> AgentInfo:
+    """Decode an agent, whose metadata nobody has checked; raises `BadGeometry`."""
+    return AgentInfo(regions=tuple(map(region_from_proto, message.regions)), **_alike(AGENT_FIELDS, message))
 
 
 def blocks_to_proto(group: str, blocks: Blocks, block_tokens: int) -> GroupBlocks:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvferry._control.acquisition import Acquired, AcquireRequest, MoreBlocks
+from kvferry._control.acquisition import Acquired, AcquireRequest
+from kvferry._control.granted_steps import GrantedPart
 from kvferry._loop import Loop
 from kvferry._reads.leased_read import LeasedRead, ReadStage
+from kvferry._wire.publication import told_fields
 from kvferry.engine.values import GrantStep, Offer, ReadEnd, ReadSource
 from kvferry.geometry.blocks import joined, runs_of
 
@@ -28,7 +30,7 @@ class SchedulerRead(LeasedRead):
         self.request_id = request_id
         self.offer: Offer | None = None
         self.steps = 0
-        self.more: list[MoreBlocks] = []
+        self.more: list[GrantedPart] = []
         self.lost: dict[str, tuple[int, ...]] = {}
         self.withheld: ReadEnd | None = None
         self.written: int | None = None
@@ -36,7 +38,7 @@ class SchedulerRead(LeasedRead):
 
 def offer_of(read: SchedulerRead, acquired: Acquired) -> Offer:
     """Make the offer of a granted read; its timeout is set when the engine asks for the offer."""
-    reference = read.request.reference
+    reference, part = read.request.reference, acquired.part
     return Offer(
         request_id=read.request_id,
         read_id=read.read_id,
@@ -48,11 +50,11 @@ def offer_of(read: SchedulerRead, acquired: Acquired) -> Offer:
         source_request_id=acquired.request_id,
         lease_id=acquired.lease.lease_id,
         timeout=0.0,
-        granted=runs_of(acquired.blocks),
-        payload=acquired.payload,
+        granted=runs_of(part.blocks),
+        **told_fields(part.told),
         traceparent=read.span.traceparent,
-        complete=acquired.complete,
-        unfinished=acquired.unfinished,
+        complete=part.complete,
+        unfinished=part.unfinished,
     )
 
 
@@ -78,7 +80,7 @@ def latest_offer(read: SchedulerRead) -> Offer | None:
     read.offer = replace(
         read.offer,
         granted=tuple(granted.values()),
-        payload=last.payload,
+        **told_fields(last.told),
         complete=last.complete,
         unfinished=last.unfinished,
     )
@@ -115,7 +117,7 @@ def end_of(read: SchedulerRead) -> ReadEnd:
         bytes=read.bytes,
         lost=read.lost if read.error is not None else {},
         confirmed=read.confirmed,
-        payload=read.payload,
+        **told_fields(read.told),
         source=source,
         times=read.stamps.times(shares),
         descriptors=sum(share.descriptors for share in shares),

@@ -9,8 +9,9 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from kvferry._control.acquisition import AcquireRequest, MoreBlocks
+from kvferry._control.acquisition import AcquireRequest
 from kvferry._control.block_use import Writes
+from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._engine_spec import EngineSpec
 from kvferry._loop import Loop
@@ -259,7 +260,7 @@ class Reads(LeasedReads[SchedulerRead]):
         self._changed[read.request_id] = None
         self.news.tell()
 
-    def on_more(self, read: SchedulerRead, more: MoreBlocks) -> None:
+    def on_more(self, read: SchedulerRead, more: GrantedPart) -> None:
         if read.more:
             # The latest `unfinished` contains the earlier ones. A source may name thousands of layers one by one before
             # the engine asks.

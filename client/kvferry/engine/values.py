@@ -7,12 +7,15 @@ and `of` converts the result back.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import cache, partial
+from types import NoneType
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from kvferry._arguments import flag, integer, mapping, several, text, texts, token_range
 from kvferry._reads.read_times import ReadTimes, ShareWork
+from kvferry._wire.publication import Told
 from kvferry.errors import InvalidField, KvferryError, from_name
 from kvferry.geometry.blocks import BlockRuns, Blocks, Unfinished
 
@@ -30,9 +33,14 @@ class _Plain:
         """Convert to plain dicts and tuples, for encoders such as msgpack."""
         return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
 
+    @classmethod
+    def of(cls: type[Value], plain: Plain) -> Value:
+        """Rebuild a value from the result of `plain`; raises `InvalidField` for anything else."""
+        return _rebuilt(cls, plain)
+
 
 @dataclass(frozen=True, slots=True)
-class _Leased:
+class _Leased(Told):
     """The fields of `Offer` and `Grant`; see `Offer`."""
 
     request_id: str
@@ -46,7 +54,6 @@ class _Leased:
     lease_id: bytes = field(repr=False)
     timeout: float
     granted: tuple[BlockRuns, ...]
-    payload: bytes = b""
     traceparent: str = field(default="", kw_only=True)
     complete: bool = field(default=True, kw_only=True)
     unfinished: Unfinished | None = field(default=None, kw_only=True)
@@ -61,7 +68,8 @@ class Offer(_Leased):
     """Names the source's blocks, which are pinned for a request that has no blocks of its own yet.
 
     Returned by `SchedulerPort.granted`. `SchedulerPort.attach` adds blocks to read into, and returns the `Grant` that
-    workers start.
+    workers start. Has the attributes of `Told` as well. `ReadEnd` has them, too: without a lease, they are the source's
+    only if the read ends well.
 
     Attributes:
         request_id: the reader engine's name for the request.
@@ -74,8 +82,6 @@ class Offer(_Leased):
             reference, and the home says at the end of the read whether they were still published.
         timeout: seconds left until the read fails (R5), counted from when the port returned this value.
         granted: the source's blocks by group, as far as they are known; see `blocks`.
-        payload: opaque bytes from the source; empty until the blocks are complete. `ReadEnd.payload` has them as well;
-            without a lease, they are the source's only if the read ends well.
         traceparent: of the read's span, for the spans of its ranks; empty: not traced.
         complete: the source has published all blocks, and `granted` are all. False only for a read that was acquired
             with ``progressive=True``; `SchedulerPort.attach` then needs `tokens`, and `SchedulerPort.grant_steps`
@@ -106,13 +112,6 @@ class Grant(_Leased, _Plain):
         """Decode the blocks to read into, by group."""
         return {runs.group: runs.blocks() for runs in self.local}
 
-    @classmethod
-    def of(cls, plain: Plain) -> Grant:
-        """Rebuild a grant from the result of `plain`; raises `InvalidField` for anything else."""
-        runs = {name: _each(BlockRuns, plain, name) for name in ("granted", "local")}
-        found = _made(cls, {**plain, **runs, "unfinished": _unfinished(plain)})
-        return dataclasses.replace(found, tokens=token_range(found.tokens))
-
 
 @dataclass(frozen=True, slots=True)
 class GrantStep(_Plain):
@@ -138,18 +137,6 @@ class GrantStep(_Plain):
     def blocks(self) -> dict[str, Blocks]:
         """Decode the source's blocks, by group."""
         return {runs.group: runs.blocks() for runs in self.granted}
-
-    @classmethod
-    def of(cls, plain: Plain) -> GrantStep:
-        """Rebuild a step from the result of `plain`; raises `InvalidField` for anything else."""
-        runs = {"granted": _each(BlockRuns, plain, "granted"), "unfinished": _unfinished(plain)}
-        found = _made(cls, {**plain, **runs})
-        return dataclasses.replace(
-            found,
-            read_id=text("read_id", found.read_id),
-            index=integer("index", found.index, 1),
-            last=flag("last", found.last),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,18 +187,6 @@ class WorkerOutput(_Plain):
         """Whether there is anything to report."""
         return bool(self.ended or self.failed or self.quiesced)
 
-    @classmethod
-    def of(cls, plain: Plain) -> WorkerOutput:
-        """Rebuild an output from the result of `plain`; raises `InvalidField` for anything else."""
-        ends = {
-            name: tuple(
-                dataclasses.replace(end, work=_made(ShareWork, end.work)) for end in _each(RankEnd, plain, name)
-            )
-            for name in ("ended", "failed")
-        }
-        found = _made(cls, {**plain, **ends})
-        return dataclasses.replace(found, rank=integer("rank", found.rank), quiesced=texts("quiesced", found.quiesced))
-
 
 @dataclass(frozen=True, slots=True)
 class ReadSource:
@@ -226,14 +201,14 @@ class ReadSource:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadEnd:
-    """The end of a read on all ranks together.
+class ReadEnd(Told):
+    """The end of a read on all ranks together. Has the attributes of `Told` as well, which are empty if they came from
+    a reference, and the read failed.
 
     Attributes:
         error: why the bytes do not count; None: they count.
         quiet: no write to the blocks is possible any more, on any rank.
         ranks: number of ranks that have reported: all of them, unless the scheduler's port gave up waiting.
-        payload: opaque bytes from the source; empty if they came from a reference, and the read failed.
         lost: ids of the blocks whose bytes do not count, by group: all blocks of a failed read.
         confirmed: see `ReadResult`.
         source: None: no home has granted the read.
@@ -247,7 +222,6 @@ class ReadEnd:
     error: KvferryError | None
     quiet: bool
     ranks: int
-    payload: bytes
     bytes: int
     lost: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     confirmed: bool = False
@@ -281,34 +255,47 @@ class Finished:
         return bool(self.reads or self.quiesced or self.disputed)
 
 
-def _made(cls: type[Value], plain: object) -> Value:
-    """Rebuild a value from the result of its `plain`, in which an encoder may have turned tuples into lists. Raises
-    `InvalidField`: the fields are not those of the class."""
-    name = cls.__name__
+_CHECKED: Mapping[object, Callable[[str, object], object]] = {
+    str: text,
+    int: integer,
+    bool: flag,
+    tuple[str, ...]: texts,
+    tuple[int, int]: lambda _, value: token_range(value),
+}
+
+
+def _rebuilt(cls: type[Value], plain: object) -> Value:
+    """Rebuild a value from what `plain` makes of it. Raises `InvalidField`: the fields are not those of the class, or
+    one is not of its type."""
+    name, makers = cls.__name__, _makers(cast(Any, cls))
     given = mapping(name, plain, f"the result of {name}.plain()")
     try:
-        return cls(**{str(field): _tuples(value) for field, value in given.items()})
-    except TypeError:
+        return cls(**{str(field): makers[str(field)](value) for field, value in given.items()})
+    except (KeyError, TypeError):
         raise InvalidField(name, sorted(map(str, given)), f"the fields of {name}.plain()") from None
 
 
-def _each(cls: type[Value], plain: object, name: str) -> tuple[Value, ...]:
-    """Rebuild the values in a field of the result of `plain`."""
-    given = mapping(name, plain, "the result of plain()").get(name)
-    return tuple(_made(cls, item) for item in several(name, given, object, f"{cls.__name__}s, as plain() returned"))
+@cache
+def _makers(cls: Any) -> dict[str, Callable[[Any], object]]:
+    """Return the functions that rebuild the fields of a class."""
+    return {name: _maker(name, kind) for name, kind in get_type_hints(cls).items()}
 
 
-def _unfinished(plain: Plain) -> Unfinished | None:
-    """Rebuild the unfinished blocks in the result of `plain`."""
-    given = plain.get("unfinished")
-    if given is None:
-        return None
-    fields = mapping("unfinished", given, "the result of plain()")
-    found = _made(Unfinished, {**fields, "groups": _each(BlockRuns, fields, "groups")})
-    return dataclasses.replace(found, layers=texts("layers", found.layers))
+def _maker(name: str, kind: Any) -> Callable[[Any], object]:
+    of = get_args(kind)
+    if NoneType in of:
+        make = _maker(name, of[0])
+        return lambda value: None if value is None else make(value)
+    if hasattr(kind, "__dataclass_fields__"):
+        return partial(_rebuilt, kind)
+    if of and hasattr(of[0], "__dataclass_fields__"):
+        expected = f"{of[0].__name__}s, as plain() returned"
+        return lambda value: tuple(_rebuilt(of[0], each) for each in several(name, value, object, expected))
+    return partial(_CHECKED[kind], name) if kind in _CHECKED else _tuples
 
 
 def _tuples(value: Any) -> Any:
+    """Make tuples of the lists that an encoder has made of tuples."""
     if isinstance(value, list):
         return tuple(value)
     if isinstance(value, dict):

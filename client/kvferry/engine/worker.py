@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 
 from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, Cache, runtime_of
 from kvferry._client import CLOSE_TIMEOUT, Client, announce, discard, register_memory
+from kvferry._control.granted_steps import GrantedPart
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing
+from kvferry._memory.declared import Declared
 from kvferry._memory.tails import Tails
 from kvferry._news import News
 from kvferry._reads.local_rank import LocalRank, describe
@@ -22,12 +24,25 @@ from kvferry.engine.step_order import StepOrders
 from kvferry.engine.values import Grant, GrantStep, Offer, RankEnd, WorkerOutput
 from kvferry.errors import InvalidField, TransferCancelled, WrongState
 from kvferry.geometry.blocks import Blocks, blocks_by_group
-from kvferry.geometry.model import MemoryRegion
-from kvferry.geometry.plane import Interval, Plane
-from kvferry.geometry.tensors import Holding, Tensor
+from kvferry.geometry.tensors import Tensor
 
 MAX_DONE = 65_536
 """Acknowledged reads (hours of them) that are remembered, to recognise a grant that is delivered again in seconds."""
+
+
+@dataclass(frozen=True)
+class RegisterMemory(Declared):
+    """The arguments of `WorkerPort.register_memory`: `kv_caches`, one tensor per layer, and those of `Declared`."""
+
+    kv_caches: Mapping[str, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Register(RegisterMemory):
+    """The arguments of `WorkerPort.register`: those of `register_memory`, and the seconds to keep trying."""
+
+    _: KW_ONLY
+    timeout: float = OPEN_TIMEOUT
 
 
 class WorkerPort(Closing):
@@ -66,28 +81,14 @@ class WorkerPort(Closing):
         """read_ids of acknowledged reads, the latest last: a grant that comes twice must not be read twice. True: the
         grant was cancelled before it came, and must never be read."""
 
-    def register(
-        self,
-        kv_caches: Mapping[str, Tensor] | None = None,
-        *,
-        axes: Sequence[str] | None = None,
-        heads: range | Interval | None = None,
-        total_heads: int | None = None,
-        holding: Holding | None = None,
-        replicated: bool = False,
-        planes: Sequence[Plane] | None = None,
-        regions: Sequence[MemoryRegion] | None = None,
-        keep: object = None,
-        labels: Mapping[str, int] | None = None,
-        serve: bool = True,
-        timeout: float = OPEN_TIMEOUT,
-    ) -> Cache:
+    @arguments.takes(Register)
+    def register(self, given: Register) -> Cache:
         """Register the rank's memory with NIXL and at the node server. Call this once, before the engine serves; it
         waits.
 
         Args:
-            kv_caches: one tensor per layer; for the other arguments see `Client.register_cache`.
-            timeout: seconds to keep trying.
+            given: each field of `Register` and of `Declared` is an argument of its own: ``register(kv_caches,
+                axes=axes, heads=range(2, 4), total_heads=4)``.
 
         Returns:
             The registered cache; also available as `cache`.
@@ -96,21 +97,9 @@ class WorkerPort(Closing):
             WrongState: the rank is registered already.
             KvferryError: see `Client.register_cache`.
         """
-        self.register_memory(
-            kv_caches,
-            axes=axes,
-            heads=heads,
-            total_heads=total_heads,
-            holding=holding,
-            replicated=replicated,
-            planes=planes,
-            regions=regions,
-            keep=keep,
-            labels=labels,
-            serve=serve,
-        )
+        self._register_memory(given)
         try:
-            return self.announce(timeout=timeout)
+            return self.announce(timeout=given.timeout)
         except BaseException:
             # The rank may be registered again, with other arguments.
             local, self._local = self._local, None
@@ -118,32 +107,13 @@ class WorkerPort(Closing):
                 discard(self._client, local)
             raise
 
-    def register_memory(
-        self,
-        kv_caches: Mapping[str, Tensor] | None = None,
-        *,
-        axes: Sequence[str] | None = None,
-        heads: range | Interval | None = None,
-        total_heads: int | None = None,
-        holding: Holding | None = None,
-        replicated: bool = False,
-        planes: Sequence[Plane] | None = None,
-        regions: Sequence[MemoryRegion] | None = None,
-        keep: object = None,
-        labels: Mapping[str, int] | None = None,
-        serve: bool = True,
-    ) -> None:
+    @arguments.takes(RegisterMemory)
+    def register_memory(self, given: RegisterMemory) -> None:
         """Register the rank's memory with NIXL, the part of `register` that needs no token. Call this once; it waits.
 
         Runs on the calling thread, with the device of the memory set. Arguments and errors: see `register`.
         """
-        if self._local is not None:
-            raise self._wrong_state(
-                "is already registered by this WorkerPort: use its cache, or close it and make another port"
-            )
-        described = describe(self.spec, kv_caches, axes, heads, total_heads, holding, replicated, planes, regions, keep)
-        serve = arguments.flag("serve", serve)
-        self._local = register_memory(self._client, self.spec, self.rank, described, labels, serve=serve)
+        self._register_memory(given)
 
     def announce(self, token: EngineToken | str | None = None, *, timeout: float = OPEN_TIMEOUT) -> Cache:
         """Announce the registered memory to the node server, the other part of `register`. It waits. If this raises, it
@@ -215,7 +185,9 @@ class WorkerPort(Closing):
             publication=grant.publication,
             reference=grant.reference,
             lease=SchedulersLease(grant.lease_id),
-            granted=grant.blocks(),
+            granted=GrantedPart(
+                blocks=grant.blocks(), complete=arguments.flag("complete", grant.complete), unfinished=grant.unfinished
+            ),
             wanted=Wanted(
                 blocks=mine,
                 tokens=arguments.token_range(grant.tokens if tokens is None else tokens),
@@ -223,10 +195,8 @@ class WorkerPort(Closing):
             ),
             deadline=runtime.loop.now() + arguments.seconds("timeout", grant.timeout, zero=True),
             traceparent=arguments.text("traceparent", grant.traceparent),
-            complete=arguments.flag("complete", grant.complete),
-            unfinished=grant.unfinished,
         )
-        if order.wanted.tokens is None and not order.complete:
+        if order.wanted.tokens is None and not order.granted.complete:
             raise InvalidField("tokens", None, "the tokens to read, since the grant is not complete")
         with self._lock:
             if self._done.get(grant.read_id):
@@ -349,6 +319,14 @@ class WorkerPort(Closing):
         elif self._local is not None:
             self._local.close(CLOSE_TIMEOUT)
 
+    def _register_memory(self, given: RegisterMemory) -> None:
+        if self._local is not None:
+            raise self._wrong_state(
+                "is already registered by this WorkerPort: use its cache, or close it and make another port"
+            )
+        described = describe(self.spec, self.rank, given.kv_caches, given)
+        self._local = register_memory(self._client, self.spec, *described, serve=given.serve)
+
     def _wrong_state(self, problem: str = "has no memory yet: call WorkerPort.register first") -> WrongState:
         engine_id, rank = self.spec.engine_id, self.rank
         return WrongState(f"rank {rank} of engine {engine_id!r} {problem}", engine_id=engine_id, rank=rank)
@@ -360,8 +338,8 @@ class WorkerPort(Closing):
             for step in self._steps.take(read_id):
                 if step.lease_id and isinstance(read.order.lease, SchedulersLease):
                     read.order.lease.lease_id = step.lease_id
-                add = partial(read.add, step.blocks(), step.unfinished, last=step.last)
-                runtime_of(self.cache).loop.call(add)
+                more = GrantedPart(step.blocks(), complete=step.last, unfinished=step.unfinished)
+                runtime_of(self.cache).loop.call(partial(read.add, more))
 
     def _forget(self, read_id: str) -> None:
         """Forget a read that has ended, is quiet and was acknowledged. Called with the lock held."""

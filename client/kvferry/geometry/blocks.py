@@ -275,13 +275,20 @@ def check_ids(group: str, side: str, ids: AnyIds, num_blocks: int, null_block: i
 
 def check_unique(pool: str, lists: Sequence[AnyIds]) -> None:
     """Raise `BadBlock` if an id occurs twice in the destination blocks of a pool: in NIXL the last write would win."""
+    twice = repeated(lists)
+    if twice is not None:
+        most = max(int(ids.max()) for ids in lists if len(ids))
+        raise BadBlock(pool, "destination", twice, most + 1, "it is given twice")
+
+
+def repeated(lists: Sequence[AnyIds]) -> int | None:
+    """The smallest id that occurs twice in these lists together; None: there is none."""
     ids = lists[0] if len(lists) == 1 else np.concatenate(lists)
     if bool((ids[1:] > ids[:-1]).all()):
-        return
+        return None
     ordered = np.sort(ids)
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
-    if len(twice):
-        raise BadBlock(pool, "destination", int(twice[0]), int(ordered[-1]) + 1, "it is given twice")
+    return int(twice[0]) if len(twice) else None
 
 
 def split_runs(*columns: npt.NDArray[np.signedinteger[Any]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

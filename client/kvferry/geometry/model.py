@@ -192,6 +192,20 @@ class MemoryRegion:
         return same_space and self.base <= first and last <= self.base + self.length
 
 
+@dataclass(frozen=True, slots=True)
+class AgentInfo:
+    """The NIXL agent that serves a rank's memory, as the rank announces it. Nothing outside `regions`, its registered
+    memory, is ever read.
+
+    `metadata` are NIXL's opaque bytes; their digest is checked before NIXL gets them.
+    """
+
+    name: str
+    metadata: bytes = field(repr=False)
+    metadata_sha256: bytes
+    regions: tuple[MemoryRegion, ...]
+
+
 def check_regions(rank: RankGeometry, regions: Iterable[MemoryRegion]) -> None:
     """Raise `BadGeometry` if a plane is not within one region: NIXL would not read it, or read past the region."""
     regions = tuple(regions)

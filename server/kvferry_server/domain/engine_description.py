@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from operator import attrgetter
 
-from kvferry._wire.geometry_codec import engine_to_proto, rank_to_proto, region_to_proto
+from kvferry._wire.geometry_codec import agent_to_proto, engine_to_proto, rank_to_proto
 from kvferry._wire.version import OURS_ENCODED, Version, check_together
 from kvferry.errors import Incompatible
 from kvferry.geometry.model import EngineGeometry
@@ -17,7 +17,7 @@ from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NOTED_READERS, RANK_PAGE_BYTES
-from kvferry_server.domain.registrations import Agent, Registration
+from kvferry_server.domain.registrations import Registration
 
 
 class EngineDescription:
@@ -103,7 +103,9 @@ class EngineDescription:
             one = pb.HandshakeResponse()
             one.ranks.add().MergeFromString(geometry)
             if agents:
-                one.agents.append(agent_to_proto(registration.agent))
+                # One without a name for a rank that serves nothing.
+                agent = registration.agent
+                one.agents.append(geometry_pb2.Agent() if agent is None else agent_to_proto(agent))
             # An encoded message is the sum of its encoded parts.
             rank = one.SerializeToString()
             if size and size + len(rank) > RANK_PAGE_BYTES:
@@ -120,15 +122,3 @@ def engine_header(ref: EngineRef, registration: Registration) -> geometry_pb2.En
         ref.engine_id, registration.groups, (), registration.identity, ref.incarnation, registration.partial
     )
     return engine_to_proto(bare)
-
-
-def agent_to_proto(agent: Agent | None) -> geometry_pb2.Agent:
-    """Return an agent as a message; one without a name for a rank that serves nothing."""
-    if agent is None:
-        return geometry_pb2.Agent()
-    return geometry_pb2.Agent(
-        name=agent.name,
-        metadata=agent.metadata,
-        metadata_sha256=agent.metadata_sha256,
-        regions=[region_to_proto(region) for region in agent.regions],
-    )

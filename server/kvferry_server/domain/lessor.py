@@ -227,7 +227,7 @@ class Lessor:
         awaited = publication.stage is PublicationStage.AWAITED
         latest = lease.granted_at + self._times.max_wait if awaited else publication.final_at
         if live:
-            lease.expires = max(lease.expires, min(now + self._times.ttl, latest))
+            lease.expires = max(lease.expires, min(now + lease.times.ttl, latest))
         if lease.expires == publication.final_at:
             self._records.revoke(publication, RevokeReason.FINAL_DEADLINE)
         return live
@@ -259,8 +259,9 @@ class Lessor:
         self._memory.check(engine.source, size)
         if publication is None:
             publication = self._records.add_awaited(engine, request.read.publication)
-        expires = min(now + self._times.ttl, publication.final_at)
-        lease = Lease(secrets.token_bytes(16), next(self._lease_numbers), request, publication, now, expires)
+        times = engine.life.times
+        expires = min(now + times.ttl, publication.final_at)
+        lease = Lease(secrets.token_bytes(16), next(self._lease_numbers), request, publication, times, now, expires)
         self._expect(publication, request)
         self._records.add_lease(lease)
         return lease

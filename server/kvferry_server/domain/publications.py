@@ -23,6 +23,7 @@ from kvferry_server.domain.deadline_queue import NEVER
 from kvferry_server.domain.identity import EngineRef, Names, RouterKey
 from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, RevokeReason, Verdict
 from kvferry_server.domain.steps import PublicationStep, PublishedExtent
+from kvferry_server.domain.times import Times
 
 PUBLICATION_BYTES = 2048  # Bytes that a publication takes in memory beside its steps, until it is forgotten; estimated
 LEASE_BYTES = 1024  # Bytes that a lease takes in memory, with its entries in the home's indexes; estimated
@@ -121,7 +122,7 @@ class PublicationRecord:
         if step.unfinished is not None:
             self.unfinished.update({blocks.group: blocks.end for blocks in step.unfinished.groups})
             self.layers.update(step.unfinished.layers)
-        self.mark_ends.extend(mark.end for mark in step.marks)
+        self.mark_ends.extend(step.mark_ends)
 
     def drop_steps(self) -> None:
         """Drop the steps: no reader gets them any more."""
@@ -162,6 +163,7 @@ class Lease:
     number: int  # public name of the lease; rising per start of the home
     request: LeaseRequest  # the reader's call that was accepted
     publication: PublicationRecord
+    times: Times  # those of the source's engine
     granted_at: float
     expires: float  # only moves later
     revoked: RevokeReason | None = None  # why there are no more renewals; advice to the reader
@@ -267,7 +269,7 @@ def check_follows(publication: PublicationRecord, step: PublicationStep) -> None
     if publication.steps:
         _check_continues(publication, step)
     _check_unfinished(publication, step)
-    if step.marks:
+    if step.mark_ends:
         _check_marks(publication.mark_ends, step)
 
 
@@ -316,7 +318,7 @@ def _check_unfinished(publication: PublicationRecord, step: PublicationStep) -> 
 
 
 def _check_marks(before: Sequence[int], step: PublicationStep) -> None:
-    ends = [*before, *(mark.end for mark in step.marks)]
+    ends = [*before, *step.mark_ends]
     if len(ends) > MAX_MARKS:
         raise InvalidField("publish.marks", f"{len(ends)} marks", f"at most {MAX_MARKS} over all steps")
     twice = next((end for index, end in enumerate(ends) if end in ends[:index]), None)

@@ -7,12 +7,12 @@ import hashlib
 import hmac
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kvferry._wire.version import OURS, Version
 from kvferry.errors import BadAgentMetadata, CacheDiffers, InvalidField
-from kvferry.geometry.model import EngineGeometry, Group, MemoryRegion, RankGeometry, check_regions
+from kvferry.geometry.model import AgentInfo, EngineGeometry, Group, RankGeometry, check_regions
 from kvferry.geometry.overlap import check_unshared
 from kvferry.geometry.plane import Plane
 from kvferry_server.domain.identity import EngineRef
@@ -20,16 +20,6 @@ from kvferry_server.domain.limits import MAX_REGION_CHECKS
 
 PLANE_BYTES = 512  # Bytes that a plane or group takes in memory beside its names, estimated
 REGISTRATION_BYTES = 4096  # Bytes that a registration takes beside planes, groups, identity and agent; estimated
-
-
-@dataclass(frozen=True, slots=True)
-class Agent:
-    """The NIXL agent that serves a rank's cache; `metadata` is opaque here."""
-
-    name: str
-    metadata: bytes = field(repr=False)
-    metadata_sha256: bytes
-    regions: tuple[MemoryRegion, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +34,7 @@ class Registration:
     identity: Mapping[str, str]
     groups: tuple[Group, ...]
     geometry: RankGeometry
-    agent: Agent | None  # None for a rank that only reads
+    agent: AgentInfo | None  # None for a rank that only reads
     version: Version = OURS  # Of the rank. A later registration of the rank may have another.
     partial: bool = False
 
@@ -57,7 +47,7 @@ class Registration:
         if self.agent is not None:
             self._check_agent(self.agent)
 
-    def _check_agent(self, agent: Agent) -> None:
+    def _check_agent(self, agent: AgentInfo) -> None:
         if not hmac.compare_digest(hashlib.sha256(agent.metadata).digest(), agent.metadata_sha256):
             problem, engine_id = "metadata_sha256 is not the SHA-256 of metadata", self.engine.engine_id
             message = f"{self.engine}, rank {self.rank}: {problem}"
@@ -130,7 +120,7 @@ def _differences(where: str, mine: Any, theirs: Any) -> Iterator[str]:
         return
     if isinstance(mine, Mapping):
         yield from (f"{where}[{key}]" for key in sorted({*mine, *theirs}) if mine.get(key) != theirs.get(key))
-    elif isinstance(mine, Group | Plane | Agent) and type(mine) is type(theirs):
+    elif isinstance(mine, Group | Plane | AgentInfo) and type(mine) is type(theirs):
         names = (field.name for field in dataclasses.fields(mine))
         yield from (f"{where}.{name}" for name in names if getattr(mine, name) != getattr(theirs, name))
     elif isinstance(mine, tuple) and [each.name for each in mine] == [each.name for each in theirs]:

@@ -14,14 +14,6 @@ from kvferry_server.domain.identity import RouterKey
 
 
 @dataclass(frozen=True, slots=True)
-class PromptMark:
-    """A mark of the prompt that the blocks are computed from. Only readers compare it."""
-
-    end: int  # number of tokens covered
-    digest: bytes = field(repr=False)  # 16 bytes, keyed with the publication's key
-
-
-@dataclass(frozen=True, slots=True)
 class PublicationStep:
     """One step of a publication, as its source sent it. Idempotent by publication and index."""
 
@@ -35,9 +27,11 @@ class PublicationStep:
     checksums: bool = False  # every rank will send the checksums of its blocks
     router_key: RouterKey | None = None  # the key under which readers wait for the publication; in the first step only
     unfinished: Unfinished | None = None  # blocks that readers may read layer by layer; not in the last step
-    marks: tuple[PromptMark, ...] = ()  # marks of the prompt, beside those of earlier steps
+    mark_ends: tuple[int, ...] = ()  # ends of the prompt's marks, beside those of earlier steps
     hint_digest: bytes = b""  # of the hint in the reference, with the only step; empty: no hint
-    encoded: bytes = field(default=b"", repr=False, compare=False)  # the part of an encoded ReadBlocksResponse
+    encoded: bytes = field(
+        default=b"", repr=False
+    )  # part of an encoded ReadBlocksResponse, as readers get it
     size: int = field(init=False, repr=False, compare=False)  # estimated bytes in memory
 
     def __post_init__(self) -> None:
@@ -52,7 +46,7 @@ def _size(step: PublicationStep) -> int:
         # A character takes four bytes where one of the name is far from ASCII.
         layers = sum(144 + len(name) * (1 if name.isascii() else 4) for name in step.unfinished.layers)
     runs = sum(len(blocks.starts) for blocks in groups)
-    marks = 192 * len(step.marks)
+    marks = 64 * len(step.mark_ends)
     return 512 + len(step.payload) + len(step.encoded) + 512 * len(groups) + 80 * runs + layers + marks
 
 

@@ -9,26 +9,28 @@ from dataclasses import dataclass, field
 from kvferry._prompt import MARK_BYTES
 from kvferry._wire.authority import AGENT_KEY_BYTES, proves_agent
 from kvferry._wire.geometry_codec import (
+    agent_from_proto,
+    agent_to_proto,
     groups_from_proto,
     rank_from_proto,
     rank_to_proto,
-    region_from_proto,
     runs_from_proto,
 )
+from kvferry._wire.publication import blocks_of
 from kvferry._wire.reference import ENGINE_PREFIX, HINT_DIGEST_BYTES, parse_engine_reference, parse_reference
 from kvferry._wire.status import reason_name
 from kvferry._wire.version import Version
 from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import BlockRuns, Unfinished
-from kvferry.geometry.model import EngineGeometry
+from kvferry.geometry.model import AgentInfo, EngineGeometry
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.engine_description import agent_to_proto, engine_header
+from kvferry_server.domain.engine_description import engine_header
 from kvferry_server.domain.identity import EngineRef, Names, RouterKey, RouterReference
 from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES
 from kvferry_server.domain.reads import LeaseRequest, RankOutcome, RankReport, ReadKey, RoutedRequest
-from kvferry_server.domain.registrations import Agent, Registration
-from kvferry_server.domain.steps import PromptMark, PublicationStep
+from kvferry_server.domain.registrations import Registration
+from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.domain.watch_feed import Process, Role
 from kvferry_server.servicers.checks import engine_ref, exactly, positive, random_bytes, session_secret, text, within
 from kvferry_server.servicers.limits import (
@@ -57,7 +59,8 @@ def registration(request: pb.RegisterCacheRequest) -> Registration:
         version=Version.from_proto(request.version),
         partial=request.partial,
     )
-    size = rank_to_proto(made.geometry).ByteSize() + agent_to_proto(made.agent).ByteSize()
+    agent = 0 if made.agent is None else agent_to_proto(made.agent).ByteSize()
+    size = rank_to_proto(made.geometry).ByteSize() + agent
     if size > MAX_RANK_BYTES:
         raise InvalidField("rank", f"{size} bytes with its agent", f"at most {MAX_RANK_BYTES} bytes")
     header = engine_header(made.engine, made).ByteSize()
@@ -179,8 +182,8 @@ def publication_step(message: pb.Publish, max_reads: int) -> PublicationStep:
         checksums=message.checksums,
         router_key=_router_key(message),
         unfinished=_unfinished(message.unfinished) if message.HasField("unfinished") else None,
-        marks=_marks(message.marks),
-        encoded=_blocks(message),
+        mark_ends=_mark_ends(message.marks),
+        encoded=pb.ReadBlocksResponse(blocks=[blocks_of(message)]).SerializeToString(),
         hint_digest=exactly("publish.hint_digest", message.hint_digest, HINT_DIGEST_BYTES, optional=True),
     )
 
@@ -193,13 +196,14 @@ def _unfinished(message: pb.Unfinished) -> Unfinished:
     )
 
 
-def _marks(messages: Sequence[pb.PromptMark]) -> tuple[PromptMark, ...]:
+def _mark_ends(messages: Sequence[pb.PromptMark]) -> tuple[int, ...]:
     if len(messages) > MAX_MARKS:
         raise InvalidField("publish.marks", f"{len(messages)} marks", f"at most {MAX_MARKS} over all steps")
     for mark in messages:
         if not mark.end:
             raise InvalidField("publish.marks.end", 0, "at least 1")
-    return tuple(PromptMark(mark.end, exactly("publish.marks.digest", mark.digest, MARK_BYTES)) for mark in messages)
+        exactly("publish.marks.digest", mark.digest, MARK_BYTES)
+    return tuple(mark.end for mark in messages)
 
 
 def _router_key(message: pb.Publish) -> RouterKey | None:
@@ -210,16 +214,6 @@ def _router_key(message: pb.Publish) -> RouterKey | None:
     if message.step:
         raise InvalidField("publish.router_key", f"in step {message.step}", "in the first step only")
     return RouterKey(text("publish.router_key", message.router_key), random_bytes("publish.key", message.key))
-
-
-def _blocks(message: pb.Publish) -> bytes:
-    """Return the step as a part of readers' answers: as the source sent it, without fields that this server does not
-    know."""
-    blocks = pb.Blocks(step=message.step, groups=message.groups, marks=message.marks)
-    if message.HasField("unfinished"):
-        blocks.unfinished.CopyFrom(message.unfinished)
-    blocks.DiscardUnknownFields()
-    return pb.ReadBlocksResponse(blocks=[blocks]).SerializeToString()
 
 
 def reports(message: pb.ReadDone | pb.Validate, max_parties: int) -> tuple[RankReport, ...]:
@@ -257,18 +251,14 @@ def _identity(entries: Mapping[str, str]) -> dict[str, str]:
     return dict(entries)
 
 
-def _agent(message: geometry_pb2.Agent, key: bytes) -> Agent:
+def _agent(message: geometry_pb2.Agent, key: bytes) -> AgentInfo:
     within("agent.metadata", len(message.metadata), MAX_METADATA, least=1, unit="bytes")
+    exactly("agent.metadata_sha256", message.metadata_sha256, 32)
     name = text("agent.name", message.name, most=MAX_AGENT_NAME)
     if not proves_agent(exactly("agent_key", key, AGENT_KEY_BYTES, optional=True), name):
         # NIXL knows agents by name: readers would take this agent for the agent of the rank that has the key.
         raise InvalidField("agent_key", f"{len(key)} bytes", f"the key that agent {name[:80]!r} is named after")
-    return Agent(
-        name=name,
-        metadata=message.metadata,
-        metadata_sha256=exactly("agent.metadata_sha256", message.metadata_sha256, 32),
-        regions=tuple(region_from_proto(region) for region in message.regions),
-    )
+    return agent_from_proto(message)
 
 
 def _group_blocks(message: pb.GroupBlocks) -> BlockRuns:

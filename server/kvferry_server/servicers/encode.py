@@ -34,22 +34,16 @@ def engine_ref(ref: EngineRef) -> pb.EngineRef:
 
 def times(values: Times) -> pb.Times:
     """Encode the durations in force."""
-    return pb.Times(
-        ttl=to_duration(values.ttl),
-        max_ttl=to_duration(values.max_ttl),
-        engine_ttl=to_duration(values.engine_ttl),
-        hold=to_duration(values.hold),
-        final=to_duration(values.final),
-    )
+    return pb.Times(**{name: to_duration(getattr(values, name)) for name in pb.Times.DESCRIPTOR.fields_by_name})
 
 
-def read_answer(epoch: bytes, read: ReadAnswer, values: Times, now: float) -> bytes:
+def read_answer(epoch: bytes, read: ReadAnswer, now: float) -> bytes:
     """Encode an answer to ReadBlocks, with as many steps as it may take. Each step came in one Notify, so one more step
     and the payload fit a message when the limits are reached. `now`: when the answer is sent, on the home's clock."""
     lease, publication = read.lease, read.lease.publication
     answer = pb.ReadBlocksResponse(home_epoch=epoch, version=OURS_ENCODED)
     if read.accepted:
-        answer.accepted.MergeFrom(_accepted(lease, read.reference, values, now))
+        answer.accepted.MergeFrom(_accepted(lease, read.reference, now))
     steps, room = list[bytes](), READ_BYTES
     for step in publication.steps[read.next_step : read.next_step + READ_STEPS]:
         if room <= 0:
@@ -165,12 +159,12 @@ def _router_key(publication: PublicationRecord) -> str:
     return publication.router_key.name if publication.router_key is not None else ""
 
 
-def _accepted(lease: Lease, reference: str, values: Times, now: float) -> pb.Accepted:
+def _accepted(lease: Lease, reference: str, now: float) -> pb.Accepted:
     publication = lease.publication
     return pb.Accepted(
         lease_id=lease.lease_id,
         remaining=to_duration(lease.remaining(now)),
-        renew_every=to_duration(values.renew_every),
+        renew_every=to_duration(lease.times.renew_every),
         source=engine_ref(publication.source),
         publication=publication.number,
         request_id=publication.request_id,

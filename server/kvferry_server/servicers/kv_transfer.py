@@ -117,7 +117,7 @@ class KVTransfer(KVTransferServicer):
         if request.HasField("wait"):
             wait = min(wait, checks.seconds("wait", request.wait) or wait)
         found = await read_blocks(home, lease_request, wait, lease_id, request.next_step)
-        answer = encode.read_answer(home.epoch, found, home.times, home.clock.now())
+        answer = encode.read_answer(home.epoch, found, home.clock.now())
         # Counted against the host of this call, not that of the lease's first call.
         on_end(context, home.memory.answer(host or found.lease.request.read.reader, host, len(answer)).close)
         return answer

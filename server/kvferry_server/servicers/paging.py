@@ -7,13 +7,12 @@ pages are made on the event loop.
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Callable, Mapping
 from typing import TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 
+from kvferry._wire.reference import from_base64, to_base64
 from kvferry.errors import InvalidField
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.ordered import Ordered
@@ -83,7 +82,7 @@ def number_key(number: int) -> bytes:
 
 def make_token(key: Key) -> str:
     """Return the token of the page that begins after the entry with this key."""
-    return ".".join(base64.urlsafe_b64encode(part).decode().rstrip("=") for part in key)
+    return ".".join(map(to_base64, key))
 
 
 def parse_token(token: str) -> Key:
@@ -93,7 +92,6 @@ def parse_token(token: str) -> Key:
     if len(token) > MAX_PAGE_TOKEN:
         raise InvalidField("page_token", f"{len(token)} characters", "a token from the page before")
     try:
-        parts = token.split(".")
-        return tuple(base64.b64decode(part + "=" * (-len(part) % 4), altchars=b"-_", validate=True) for part in parts)
-    except (binascii.Error, ValueError):
+        return tuple(map(from_base64, token.split(".")))
+    except ValueError:
         raise InvalidField("page_token", token[:64], "a token from the page before") from None

@@ -131,7 +131,7 @@ class _Lock:
 
 
 def ended(request_id: str, error: TransferFailed | None = None) -> ReadEnd:
-    return ReadEnd(request_id, "read", error, True, 1, b"", 8, {"0": (3,)} if error else {})
+    return ReadEnd(request_id, "read", error, True, 1, 8, {"0": (3,)} if error else {})
 
 
 def connector(*ends: ReadEnd) -> tuple[KvferryConnector, ConnectorScheduler]:

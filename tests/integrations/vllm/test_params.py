@@ -62,7 +62,7 @@ def test_names_from_clients_stay_within_their_log_line(caplog: pytest.LogCapture
     reference = format_reference(
         pb.Reference(home="home:1\nERROR", engine_id="prefill\nERROR forged", router_key="key\nERROR", key=bytes(16))
     )
-    end = ReadEnd("cmpl-r\nERROR", "", BadReference("no"), True, 0, b"", 0)
+    end = ReadEnd("cmpl-r\nERROR", "", BadReference("no"), True, 0, 0)
     log_failure(end, reference, "decode", aborted=False)
     [record] = caplog.records
     assert "forged" in record.getMessage()

@@ -61,7 +61,7 @@ def ended(
 ) -> ReadEnd:
     times = ReadTimes(wait=0.2, grant=0.001, attach=0.003, handshake=handshake, move=0.04, judge=0.002)
     work: dict[str, Any] = {"descriptors": 40, "staged_bytes": size // 4}
-    return ReadEnd("r", "id", error, True, 1, b"", size, times=times, prompt=prompt, **work)
+    return ReadEnd("r", "id", error, True, 1, size, times=times, prompt=prompt, **work)
 
 
 def stats_of(*ends: ReadEnd, granted: bool = True) -> KvferryStats:

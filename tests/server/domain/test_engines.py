@@ -23,12 +23,13 @@ from kvferry.errors import (
     PeerRestarted,
     WrongSession,
 )
+from kvferry.geometry.model import AgentInfo
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import MAX_NAMED_RANKS, MAX_REGION_CHECKS, Limits
 from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.records import Records
-from kvferry_server.domain.registrations import REGISTRATION_BYTES, Agent, Registration
+from kvferry_server.domain.registrations import REGISTRATION_BYTES, Registration
 from kvferry_server.domain.registry import Registry
 from kvferry_server.domain.sources import Sources
 from kvferry_server.domain.watch_feed import Event, Feed, Process, RankLost, Role
@@ -482,7 +483,7 @@ def test_registration_is_accounted_with_about_the_memory_it_uses(grows: str) -> 
         )
         geometry = dataclasses.replace(given.geometry, planes=more)
         region = agent.regions[0]
-        agent = Agent(
+        agent = AgentInfo(
             agent.name,
             b"m" * at.get("metadata", 1),
             hashlib.sha256(b"m" * at.get("metadata", 1)).digest(),

@@ -28,7 +28,6 @@ from kvferry_server.domain import publications
 from kvferry_server.domain.limits import MAX_SKIPPED, Limits
 from kvferry_server.domain.publications import PUBLICATION_BYTES, PublicationOutcome, PublicationStage
 from kvferry_server.domain.reads import Verdict
-from kvferry_server.domain.steps import PromptMark
 from tests.support.parties import (
     FULL,
     P2,
@@ -215,7 +214,7 @@ def test_a_repeated_step_is_answered_alike_after_its_publication_was_released(sc
         {"groups": (blocks(count=5),)},
         {"request_id": "other"},
         {"expected_reads": 2},
-        {"marks": (PromptMark(64, b"1" * 16),)},
+        {"marks": [pb.PromptMark(end=64, digest=b"1" * 16)]},
     ],
 )
 def test_a_repeated_step_with_another_content_is_refused(scene: Scene, changes: dict[str, Any]) -> None:
@@ -391,8 +390,8 @@ def test_unfinished_blocks_are_limited(scene: Scene, monkeypatch: pytest.MonkeyP
 # Marks of the prompt (R14).
 
 
-def marked(*ends: int, digest: bytes = b"d" * 16) -> tuple[PromptMark, ...]:
-    return tuple(PromptMark(end, digest) for end in ends)
+def marked(*ends: int, digest: bytes = b"d" * 16) -> list[pb.PromptMark]:
+    return [pb.PromptMark(end=end, digest=digest) for end in ends]
 
 
 def test_marks_are_kept_with_the_step_that_stated_them(scene: Scene) -> None:
@@ -408,7 +407,7 @@ def test_marks_are_kept_with_the_step_that_stated_them(scene: Scene) -> None:
 def test_a_repeated_step_with_another_digest_is_refused(scene: Scene) -> None:
     publication = scene.publish(last=False, marks=marked(64))
     assert scene.publish(last=False, marks=marked(64)) is publication
-    for other in ((), marked(64, digest=b"e" * 16), marked(65), marked(64, 65)):
+    for other in ([], marked(64, digest=b"e" * 16), marked(65), marked(64, 65)):
         with pytest.raises(InvalidField) as caught:
             scene.publish(last=False, marks=other)
         assert caught.value.values["field"] == "publish.step"
@@ -439,7 +438,7 @@ def test_marks_are_accounted_with_about_the_memory_they_use(scene: Scene) -> Non
         for number in numbers:
             # The marks share no objects.
             ends = range(number << 20, (number << 20) + MAX_MARKS)
-            scene.publish(number, marks=tuple(PromptMark(end, end.to_bytes(16, "big")) for end in ends))
+            scene.publish(number, marks=marked(*ends))
         taken, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -449,7 +448,7 @@ def test_marks_are_accounted_with_about_the_memory_they_use(scene: Scene) -> Non
 
 def test_mark_digests_are_not_in_a_repr(scene: Scene) -> None:
     publication = scene.publish(marks=marked(64))
-    assert "end=64" in repr(publication)
+    assert "[64]" in repr(publication)
     assert "dddd" not in repr(publication)
 
 

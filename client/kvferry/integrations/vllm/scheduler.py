@@ -193,7 +193,7 @@ class ConnectorScheduler:
                 load.error = error
                 self._port.cancel(request_id)
         lost = {name: tuple(listed.ids.tolist()) for name, listed in blocks.items()}
-        self._ends.append(ReadEnd(request_id, "", load.error, True, 0, b"", 0, lost))
+        self._ends.append(ReadEnd(request_id, "", load.error, True, 0, 0, lost))
 
     # The end of a request, in prefill and decode.
 
