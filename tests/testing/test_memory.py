@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry._transport.agents import Agents
 from kvferry._transport.nixl_agent import HandleState, ReadingAgent, ServingAgent
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry.errors import BadAgentMetadata, InvalidField, NixlError
@@ -26,13 +25,13 @@ class Side:
         self.cells = np.full(SIZE, value, np.uint8)
         self.base = self.cells.ctypes.data
         self.regions = [MemoryRegion(MemoryKind.DRAM, 0, self.base, SIZE)]
-        self.agents: Agents = fabric.client()._network.agents
+        self.binding = fabric.client()._network.binding
 
     def serving(self, name: str = "source") -> ServingAgent:
-        return self.agents.serving(name, self.regions, NixlOptions())
+        return ServingAgent(name, self.regions, NixlOptions(), self.binding)
 
     def reading(self) -> ReadingAgent:
-        return self.agents.reading("reader", self.regions, NixlOptions())
+        return ReadingAgent("reader", self.regions, NixlOptions(), self.binding)
 
 
 def pair(fabric: Fabric) -> tuple[Side, Side, ServingAgent, ReadingAgent]:

@@ -15,8 +15,7 @@ from typing import Any, cast
 
 from kvferry._clock import now
 from kvferry._memory.access import StagingSpace
-from kvferry._transport.agents import Agents as NixlAgents
-from kvferry._transport.nixl_agent import AgentInfo, HandleState, NixlError
+from kvferry._transport.nixl_agent import AgentInfo, HandleState, MakeReadingAgent, NixlError
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._transport.transport import Transfer, TransferPart, TransferState, Transport
@@ -164,8 +163,8 @@ class World:
 
     def transport(self, staging: StagingOptions | None = None, **options: Any) -> Transport:
         some = {"chunk_bytes": CHUNK, "chunk_descriptors": 100, **options}
-        agents = cast(NixlAgents, self.agents)
-        made = Transport([self.memory.region], NixlOptions(**some), agents=agents, staging=staging, clock=self.clock)
+        reading = cast(MakeReadingAgent, self.agents.reading)
+        made = Transport([self.memory.region], NixlOptions(**some), reading=reading, staging=staging, clock=self.clock)
         self.transports.append(made)
         return made
 

@@ -9,9 +9,9 @@ import hashlib
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -72,7 +72,7 @@ class ServingAgent:
     thread does the work, and sleeps when there is none.
 
     `name` is unique per incarnation, at most 512 bytes. No descriptor may span two regions. `binding` is called in
-    place of NIXL; see `kvferry._transport.agents`.
+    place of NIXL's own, e.g. memory of this process in `kvferry.testing`; None: NIXL, loaded with the first agent.
 
     Raises `InvalidField` without regions, for regions on several devices, and for a device that torch cannot set;
     `NixlMissing`; and `NixlError` if NIXL could not register the memory.
@@ -335,3 +335,7 @@ class ReadingAgent:
         rows = np.empty((np.size(address), 3), np.uint64)
         rows[:, 0], rows[:, 1], rows[:, 2] = address, length, device
         return self._nixl.nixlXferDList(nixl_binding.memory_type(self._nixl, kind), rows)
+
+
+MakeReadingAgent: TypeAlias = Callable[[str, Sequence[MemoryRegion], NixlOptions], ReadingAgent]
+"""Makes an agent of this name that reads into these regions, owned by the calling thread."""
