@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvferry.geometry import Blocks, EngineGeometry, Group, GroupKind, Plane
 from kvferry.planner import ReadPlan
-from kvferry.planner.descriptors import Descriptors, PreparedDescriptors, RawDescriptors
+from kvferry.planner.descriptors import Descriptors
 from kvferry.planner.expansion import Expansion
 from kvferry.planner.footprint import Footprint
 from kvferry.planner.staged_read import StagedRead
@@ -111,29 +111,13 @@ def source_memories(
 
 
 def copies(descriptors: Descriptors) -> list[tuple[int, int, int]]:
-    """Descriptors as (source, destination, length), prepared ones looked up as NIXL does."""
-    if isinstance(descriptors, RawDescriptors):
-        columns = (descriptors.source, descriptors.destination, descriptors.length)
-        return list(zip(*(column.tolist() for column in columns), strict=True))
-    assert isinstance(descriptors, PreparedDescriptors)
-    table = descriptors.table
-    assert descriptors.source.dtype == descriptors.destination.dtype == np.int32
-    source = _entries(table.source, table.source_first, descriptors.source)
-    destination = _entries(table.destination, table.destination_first, descriptors.destination)
-    return [(theirs, mine, table.entry_bytes) for theirs, mine in zip(source, destination, strict=True)]
-
-
-def _entries(rows: npt.NDArray[np.uint64], first: npt.NDArray[np.int64], flat: npt.NDArray[np.int32]) -> list[int]:
-    counts = [int(row[4]) for row in rows]
-    starts = [sum(counts[:index]) for index in range(len(counts))]
-    assert first.tolist() == starts
-    assert sum(counts) < 2**31
-    found = []
-    for index in flat.tolist():
-        assert 0 <= index < sum(counts)
-        row = next(r for r in range(len(counts) - 1, -1, -1) if starts[r] <= index)
-        found.append(int(rows[row][0]) + (index - starts[row]) * int(rows[row][3]))
-    return found
+    """Descriptors as (source, destination, length), from the lists that NIXL gets."""
+    (source, length, device), (destination, same_length, own_device) = (rows.T.tolist() for rows in descriptors.lists())
+    assert length == same_length
+    memory = descriptors.memory
+    assert {*device, memory.source_device} == {memory.source_device}
+    assert {*own_device, memory.destination_device} == {memory.destination_device}
+    return list(zip(source, destination, length, strict=True))
 
 
 def execute(expansion: Expansion, sources: list[Memory], destination: Memory) -> None:

@@ -23,7 +23,8 @@ from kvferry.errors import (
     KvferryError,
 )
 from kvferry.geometry import MemoryKind, MemoryRegion
-from kvferry.planner.descriptors import Descriptors, RawDescriptors
+from kvferry.planner.descriptors import Descriptors
+from tests.support.simulated_memories import copies
 from tests.transport.sources import SOON, Memory, content, raw, raw_part
 from tests.transport.transfers import until
 
@@ -62,9 +63,9 @@ class Handle:
             raise state
         if isinstance(state, str):
             raise NixlError(state)
-        if state is DONE and isinstance(self.chunk, RawDescriptors):
-            for of, to, length in zip(self.chunk.source, self.chunk.destination, self.chunk.length, strict=True):
-                ctypes.memmove(int(to), int(of), int(length))
+        if state is DONE and self.chunk is not None:
+            for of, to, length in copies(self.chunk):
+                ctypes.memmove(to, of, length)
         return state
 
 

@@ -21,7 +21,7 @@ from kvferry._transport.staging_pool import StagingPool
 from kvferry._transport.transport import Transport
 from kvferry.geometry import MemoryKind, MemoryRegion
 from kvferry.planner import Costs
-from kvferry.planner.descriptors import Descriptors, RawDescriptors
+from kvferry.planner.descriptors import Descriptors
 from kvferry.planner.staged_read import Copy
 from tests.transport.played_agents import Agent, Agents, Handle
 from tests.transport.sources import SOON, Memory
@@ -95,13 +95,8 @@ class PricedHandle(Handle):
 
 def written(chunk: Descriptors) -> tuple[list[int], list[int]]:
     """Addresses that a read writes to, and bytes at each."""
-    if isinstance(chunk, RawDescriptors):
-        return chunk.destination.tolist(), chunk.length.tolist()
-    table = chunk.table
-    rows = np.searchsorted(table.destination_first, chunk.destination, side="right") - 1
-    within = chunk.destination - table.destination_first[rows]
-    begins = table.destination[rows, 0].astype(np.int64) + within * table.destination[rows, 3].astype(np.int64)
-    return begins.tolist(), [table.entry_bytes] * chunk.count
+    single = chunk.one_by_one()
+    return single.destination.tolist(), single.length.tolist()
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.peer_work import Chunk, PeerWork, as_kvferry_error, divide
 from kvferry._transport.transfer import Transfer
 from kvferry.errors import InvalidField, KvferryError
-from kvferry.planner.descriptors import MemoryPair, RawDescriptors
+from kvferry.planner.descriptors import Descriptors, MemoryPair
 from kvferry.planner.footprint import Footprint
 from kvferry.planner.path_choice import Costs, Path
 from kvferry.planner.staged_read import Batch, StagedRead
@@ -219,7 +219,7 @@ class StagedWork(PeerWork):
             for memory, alike in by_memory.items():
                 columns = zip(*((batch.source, batch.offset, batch.length) for batch in alike), strict=True)
                 joined = (np.concatenate(column).view(np.uint64) for column in columns)
-                self._footprint.check_source(RawDescriptors(memory, *joined))
+                self._footprint.check_source(Descriptors(memory, *joined))
         self._checked.extend(batches)
 
     def _ended(self, _: Transfer) -> None:

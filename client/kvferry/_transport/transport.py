@@ -23,6 +23,7 @@ from kvferry._transport.transfer import Transfer, TransferProgress, TransferStat
 from kvferry.errors import Closed, InvalidField
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import MemoryKind
+from kvferry.planner.descriptors import Descriptors
 from kvferry.planner.expansion import SourceDescriptors
 from kvferry.planner.footprint import AT_ONCE
 from kvferry.planner.staged_read import StagedRead
@@ -123,7 +124,9 @@ class Transport:
                     continue
                 for some in part.descriptors:
                     part.footprint.check(some)
-        every = [some for _, part in parts for some in (*part.descriptors, *part.staged)]
+        every: list[Descriptors | StagedRead] = []
+        for _, part in parts:
+            every += [*part.descriptors, *part.staged]
         transfer = Transfer(
             label,
             sum(some.total_bytes for some in every),

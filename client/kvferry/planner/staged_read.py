@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.geometry.blocks import split_runs
-from kvferry.planner.descriptors import MemoryPair, RawDescriptors
+from kvferry.planner.descriptors import Descriptors, MemoryPair
 from kvferry.planner.lane import Lane, Segment
 from kvferry.planner.rows import Int64s, RowExtent
 
@@ -131,10 +131,10 @@ class Batch:
             for rows in self.rows
         )
 
-    def descriptors(self, slot: int, memory: MemoryPair) -> RawDescriptors:
+    def descriptors(self, slot: int, memory: MemoryPair) -> Descriptors:
         """The descriptors that read the rows to the address `slot`."""
         columns = (self.source, self.offset + slot, self.length)
-        return RawDescriptors(memory, *(column.view(np.uint64) for column in columns))
+        return Descriptors(memory, *(column.view(np.uint64) for column in columns))
 
     def copies(self, slot: int) -> Iterator[Copy]:
         """The copies from the address `slot` into the destination's blocks."""
