@@ -128,6 +128,8 @@ def test_bad_descriptors_are_refused(bad: Descriptors) -> None:
         one(SOURCE + 64 * KIB, DESTINATION + 64 * KIB, 64 * KIB),
         one(4096 * KIB, 1024 * KIB, 64 * KIB),
         raw([], [], []),
+        # Many are checked at once.
+        raw([SOURCE] * 40, [DESTINATION] * 40, [1] * 40),
         grid(),
         grid(source=[SOURCE, SOURCE + 64 * KIB + 512]),
         grid(source=[], destination=[], length=[]),

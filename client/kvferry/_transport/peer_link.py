@@ -15,7 +15,7 @@ from collections.abc import Callable
 from kvferry._logs import Log
 from kvferry._transport.nixl_agent import AgentInfo, HandleState, NixlError, ReadHandle, ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.peer_work import Chunk, ChunkOwner, PeerWork
+from kvferry._transport.peer_work import Chunk, FirstRead, PeerWork, PostedChunk
 from kvferry.errors import KvferryError, TransferFailed
 
 logger = Log(__name__)
@@ -50,47 +50,6 @@ thread of the source takes part, so the end of the agent harms no process, and a
 
 RATE_FIRST = 1e9
 """Bytes per second that are assumed of a peer until its first chunk is measured."""
-
-
-class PostedChunk:
-    """A posted chunk that has not been seen DONE."""
-
-    __slots__ = ("handle", "lost", "owner", "size")
-
-    def __init__(self, handle: ReadHandle, owner: ChunkOwner, size: int) -> None:
-        self.handle = handle
-        self.owner = owner
-        self.size = size
-        self.lost = False
-        """NIXL reported an error for the chunk. It may still write, and no later answer of NIXL disproves that."""
-
-
-class _FirstRead:
-    """The owner of the first read from a peer, whose answer makes the link ready. The read counts as ended when its
-    time-out is over."""
-
-    def __init__(self, until: float, answered: Callable[[], None]) -> None:
-        self._until = until
-        self._answered = answered
-
-    @property
-    def ended_at(self) -> float:
-        return self._until
-
-    def begin(self) -> bool:
-        return True
-
-    def landed(self, size: int) -> None:
-        self._answered()
-
-    def fenced(self) -> None:
-        pass
-
-    def fail(self, error: KvferryError) -> None:
-        pass
-
-    def settle(self, now: float) -> None:
-        pass
 
 
 class LinkState(enum.Enum):
@@ -194,7 +153,7 @@ class Link:
             self._break(self._unreadable(error))
             return
         until = self._opened_at + self._options.warm_up_timeout
-        self._post(PostedChunk(handle, _FirstRead(until, self._on_answer), 0))
+        self._post(PostedChunk(handle, FirstRead(until, self._on_answer), 0))
 
     def post_next(self) -> bool:
         """Post one chunk of the work whose turn it is. False: there was no chunk, or no room."""

@@ -28,7 +28,8 @@ MAX_SIZE = 1 << 14
 
 READS_KEPT = 1 << 16
 """The most reads that all kept parts for some layers (`ReadPlan.of_layers`) have together. There are as many parts as
-steps of a chunk; more only where a reader is late, or where a source never names the same layers twice."""
+steps of a chunk, or as layers that are read one after the other; more only where a reader is late, or where a source
+never names the same layers twice."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +91,7 @@ class ReadPlan:
         return frozenset(read.destination.layer for read in self.reads)
 
     def of_layers(self, layers: Collection[str]) -> ReadPlan:
-        """The part of the plan that reads these layers, for one step of a request. The latest parts are kept."""
+        """The part of the plan that reads these layers. The latest parts are kept."""
         wanted = frozenset(layers)
         if wanted == self.layers:
             return self
