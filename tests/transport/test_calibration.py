@@ -23,6 +23,7 @@ from kvferry.geometry import MemoryKind, MemoryRegion
 from kvferry.planner import Costs
 from kvferry.planner.descriptors import Descriptors
 from kvferry.planner.staged_read import Copy
+from tests.support.simulated_memories import addresses
 from tests.transport.played_agents import Agent, Agents, Handle
 from tests.transport.sources import SOON, Memory
 from tests.transport.transfers import until
@@ -62,12 +63,11 @@ class Machine(Agents):
 
     def copy(self, _: HostAccess, copies: Iterable[Copy]) -> None:
         for one in copies:
-            runs = len(one.places) * math.prod(count for count, _, _ in one.axes)
-            self.seconds += runs * (LAW.cell + one.cell * LAW.copied_byte)
-            block = sum((count - 1) * stride for count, _, stride in one.axes) + one.cell
+            runs = len(one.places) * math.prod(one.source.shape[1:])
+            self.seconds += runs * (LAW.cell + one.source.size * LAW.copied_byte)
             for at in one.ids.tolist():
-                begin = one.destination + at * one.destination_stride
-                self.touch(begin, begin + block)
+                written = addresses(one.destination, at)
+                self.touch(min(written), max(written) + one.destination.size)
 
     def touch(self, begin: int, end: int) -> None:
         pages = set(range(begin // PAGE, -(-end // PAGE))) - self.touched
@@ -184,7 +184,7 @@ def test_a_slot_that_the_device_may_still_copy_into_is_not_lent_again(
     into: list[int] = []
 
     def stuck(_: HostAccess, copies: Iterable[Copy]) -> None:
-        into.extend(one.destination for one in copies)
+        into.extend(one.destination.address for one in copies)
         raise StillCopying
 
     monkeypatch.setattr(HostAccess, "copy", stuck)

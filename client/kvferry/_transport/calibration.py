@@ -28,7 +28,7 @@ from kvferry.geometry.tensors import Holding, TensorView, planes_of_tensor
 from kvferry.planner.expansion import Expansion, SourceDescriptors
 from kvferry.planner.path_choice import Costs, Path, PathRule
 from kvferry.planner.plan import plan_read
-from kvferry.planner.rows import Int64s
+from kvferry.planner.rows import Cells, Int64s
 from kvferry.planner.staged_read import Copy
 
 logger = Log(__name__)
@@ -283,7 +283,8 @@ class _Measurement:
         rows = size // (cell * COLUMNS)
         places = np.arange(rows, dtype=np.int64)
         # Columns of `rows` runs each become rows of `COLUMNS`: no two runs stay neighbours.
-        copy = Copy(source, cell, places, target, COLUMNS * cell, places, ((COLUMNS, rows * cell, cell),), cell)
+        columns = Cells(source, (rows, COLUMNS), (cell, rows * cell), cell)
+        copy = Copy(columns, places, Cells(target, (rows, COLUMNS), (COLUMNS * cell, cell), cell), places)
         began = now()
         try:
             self._pool.space.copy([copy])

@@ -29,10 +29,10 @@ from kvferry.planner.line_rule import Stripe
 from kvferry.planner.request_blocks import GroupRequest, NeededBlocks
 from kvferry.planner.rows import (
     AlikePlanes,
+    Cells,
     Cut,
     Int64s,
     RowExtent,
-    RowLoop,
     Rows,
     alike,
     extents_of,
@@ -123,7 +123,7 @@ class Lane:
         return one, other
 
     @cached_property
-    def loops(self) -> Callable[[int, Cut], tuple[RowLoop, ...]]:
+    def loops(self) -> Callable[[int, Cut], tuple[tuple[Cells, Cells], ...]]:
         """The loops that copy a cut of the planes at an index of `planes`; cached like `rows`."""
         planes = self.planes
         return lru_cache(ROWS_KEPT)(lambda alike, cut: loops_of(planes[alike], cut))
