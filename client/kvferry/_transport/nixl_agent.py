@@ -158,7 +158,7 @@ class _Peer:
 
     regions: RegionMap
     sockets: Mapping[str, int] | None
-    lists: OrderedDict[int, tuple[BlockRows, int, int]]
+    lists: OrderedDict[tuple[int, MemoryPair], tuple[BlockRows, int, int]]
 
 
 class ReadingAgent:
@@ -249,11 +249,7 @@ class ReadingAgent:
         self.check_owner("warm_up")
         region = self._added[peer].regions.regions[0]
         length = min(WARM_UP_BYTES, region.length)
-        here = self._scratch_region
-        local, remote = (
-            self._list(of.memory_kind, np.array([[of.base, length, of.device]], np.uint64)) for of in (here, region)
-        )
-        return self._initialize(peer, local, remote)
+        return self._initialize(peer, self._begin_of(self._scratch_region, length), self._begin_of(region, length))
 
     def make(self, peer: str, descriptors: Descriptors) -> ReadHandle:
         """Make a read, checked and not posted. Raises `InvalidField` if a descriptor lies outside the memory registered
@@ -307,10 +303,10 @@ class ReadingAgent:
 
     def _lists_of(self, peer: str, blocks: BlockRows, memory: MemoryPair) -> tuple[int, int]:
         """NIXL's numbers of the local and the remote list of all blocks, prepared on first use."""
-        lists = self._added[peer].lists
-        known = lists.get(id(blocks))
+        lists, key = self._added[peer].lists, (id(blocks), memory)
+        known = lists.get(key)
         if known is not None:
-            lists.move_to_end(id(blocks))
+            lists.move_to_end(key)
             return known[1], known[2]
         check_descriptors(blocks.whole(memory), self._local, self._added[peer].regions)
         sides = (
@@ -322,7 +318,7 @@ class ReadingAgent:
             for of, kind, rows in sides
         )
         # The rows are kept, so that no others get their identity.
-        lists[id(blocks)] = (blocks, local, remote)
+        lists[key] = (blocks, local, remote)
         if len(lists) > LISTS_PER_PEER:
             # Handles made from a prepared list have their own copy of the list.
             _, (_, old_local, old_remote) = lists.popitem(last=False)
@@ -340,12 +336,13 @@ class ReadingAgent:
     def _unknown(self, info: AgentInfo) -> str:
         """An announced region that the loaded metadata lack, in words; empty if they lack none."""
         for region in info.regions:
-            segments = self._list(
-                region.memory_kind, np.array([[region.base, region.length, region.device]], np.uint64)
-            )
-            if self.call("checkRemoteMD", info.name, info.name, segments) != self._nixl.NIXL_SUCCESS:
+            whole = self._begin_of(region, region.length)
+            if self.call("checkRemoteMD", info.name, info.name, whole) != self._nixl.NIXL_SUCCESS:
                 return f"it does not serve the announced {region.length} bytes at {region.base:#x}"
         return ""
+
+    def _begin_of(self, region: MemoryRegion, length: int) -> Any:
+        return self._list(region.memory_kind, np.array([[region.base, length, region.device]], np.uint64))
 
     def _list(self, kind: MemoryKind, rows: Addresses) -> Any:
         """A list of NIXL's of ``uint64[n, 3]``: address, length, device."""

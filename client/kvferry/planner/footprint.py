@@ -1,7 +1,7 @@
 """Checks that a request's descriptors touch only the request's blocks.
 
-The planner goes from block ids to addresses. Here every address is divided back into a block id, which must belong to
-the request, and both ends of a descriptor must lie in blocks that hold the same tokens. This uses none of the planner's
+The planner goes from block ids to addresses. Here addresses are divided back into block ids, which must belong to the
+request, and both ends of a descriptor must lie in blocks that hold the same tokens. This uses none of the planner's
 arithmetic, so it finds an address that wrapped into another block of the same region (R7). It does not find a wrong
 position within the right block.
 """
