@@ -6,7 +6,6 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from benchmarks.measures import FULL, Action, Effort, Measure, Topic, interleave
 from kvferry import Blocks, EngineGeometry, RankGeometry
 from kvferry._transport import nixl_binding
 from kvferry.planner import Path, PathRule, ReadPlan, plan_read
-from kvferry.planner.descriptors import Descriptors, DescriptorTable, PreparedDescriptors
+from kvferry.planner.descriptors import Descriptors
 from kvferry.planner.expansion import Expansion
 
 PLANES = 64
@@ -83,15 +82,8 @@ def plan_of(source: EngineGeometry, destination: EngineGeometry, path: Path = Pa
 
 def copy_of(lists: Sequence[Descriptors]) -> Callable[[], object]:
     """A plain copy of the arrays that an expansion returns: the least that making them could cost."""
-    arrays = [
-        array
-        for part in lists
-        for array in (
-            (part.source, part.destination)
-            if isinstance(part, PreparedDescriptors)
-            else (part.source, part.destination, part.length)
-        )
-    ]
+    arrays = [array for part in lists for array in vars(part).values()]
+    arrays = [array for array in arrays if isinstance(array, np.ndarray)]
     return lambda: [array.copy() for array in arrays]
 
 
@@ -174,33 +166,29 @@ class _Nixl:
         for agent, base in zip(self.agents, self.bases, strict=True):
             agent.register_memory([(base, size, 0, "")], "DRAM")
         self.peer = self.agents[1].add_remote_agent(self.agents[0].get_agent_metadata())
-        self._prepared: dict[int, tuple[Any, Any]] = {}
 
     def make(self, lists: Sequence[Descriptors]) -> None:
         """Make a transfer of each list and release it: nothing is posted."""
         reader = self.agents[1]
         for part in lists:
-            if isinstance(part, PreparedDescriptors):
-                mine, theirs = self.prepared(part.table)
-                handle = reader.make_prepped_xfer("READ", mine, part.destination, theirs, part.source)
-            else:
-                mine, theirs = (
-                    reader.get_xfer_descs(np.stack((side, part.length, np.zeros_like(part.length)), axis=1), "DRAM")
-                    for side in (part.destination, part.source)
-                )
-                handle = reader.initialize_xfer("READ", mine, theirs, self.peer)
-            handle.release()
+            theirs, mine = (reader.get_xfer_descs(side, "DRAM") for side in part.lists())
+            reader.initialize_xfer("READ", mine, theirs, self.peer).release()
 
-    def prepared(self, table: DescriptorTable) -> tuple[Any, Any]:
-        """A table's two lists, prepared once as for a peer."""
-        found = self._prepared.get(id(table))
-        if found is None:
-            reader = self.agents[1]
-            found = self._prepared[id(table)] = (
-                reader.prep_xfer_dlist("NIXL_INIT_AGENT", table.destination, "DRAM"),
-                reader.prep_xfer_dlist(self.peer, table.source, "DRAM"),
-            )
-        return found
+    def prepared(self, plan: ReadPlan, source: Ids, destination: Ids) -> Callable[[], None]:
+        """What makes a transfer without a planner: every plane's row, prepared once, times every block."""
+        reader, lists, indices = self.agents[1], [], []
+        sides = (("NIXL_INIT_AGENT", "destination", destination), (self.peer, "source", source))
+        for side, name, ids in sides:
+            planes = [getattr(read, name) for read in plan.reads]
+            rows = [[of.base, of.bytes_per_block, 0, of.block_stride, of.num_blocks] for of in planes]
+            lists.append(reader.prep_xfer_dlist(side, np.array(rows, np.uint64), "DRAM"))
+            firsts = np.arange(len(planes), dtype=np.int32) * planes[0].num_blocks
+            indices.append(np.add.outer(firsts, ids).astype(np.int32).ravel())
+
+        def make() -> None:
+            reader.make_prepped_xfer("READ", lists[0], indices[0], lists[1], indices[1]).release()
+
+        return make
 
 
 def against_nixl(effort: Effort) -> list[Measure]:
@@ -219,19 +207,12 @@ def against_nixl(effort: Effort) -> list[Measure]:
         ),
         ("scattered", scattered(BLOCKS, num_blocks, 1), scattered(BLOCKS, num_blocks, 2)),
     ]
-    (table,) = plan.tables.tables
     measures = []
     for label, source, destination in ids:
         case = Case(label, plan, source, destination)
-        # What one would hand to NIXL without a planner: every plane's row times every block.
-        plain = PreparedDescriptors(
-            table,
-            np.add.outer(table.source_first.astype(np.int32), source).ravel(),
-            np.add.outer(table.destination_first.astype(np.int32), destination).ravel(),
-        )
         made, both = f"NIXL's making, 8,192 blocks, {label}", f"expanding and making, 8,192 blocks, {label}"
         actions = {
-            made: Action(partial(nixl.make, [plain])),
+            made: Action(nixl.prepared(plan, source, destination)),
             both: Action(lambda case=case: nixl.make(case.lists())),  # type: ignore[misc]
         }
         times = interleaved(actions, effort.repeats(REPEATS))

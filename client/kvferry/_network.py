@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from kvferry._clock import now
 from kvferry._loop import Loop
-from kvferry._transport.agents import NIXL, Agents
 from kvferry._wire.channel import Dial, connect
 from kvferry.errors import InvalidField
 from kvferry.planner.path_choice import Costs
@@ -22,14 +22,14 @@ class Network:
 
     Attributes:
         dial: makes a channel to a node server.
-        agents: makes the NIXL agents of the client's caches.
+        binding: called in place of NIXL's own by the agents of the client's caches; None: NIXL.
         costs: fixed costs of reads; None: costs are measured.
         clock: the time of all deadlines, in seconds.
         looping: called with the client's event loop.
     """
 
     dial: Dial = connect
-    agents: Agents = NIXL
+    binding: Any = None
     costs: Costs | None = None
     clock: Callable[[], float] = now
     looping: Callable[[Loop], object] | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -63,7 +62,7 @@ def verify(heads: Interval, wrong: int | None = None) -> tuple[int, int]:
     blocks = {"full": Blocks([0, 1, 2], end_token=12)}
     arrived = Arrived(
         home=cast(Control, PartlyKnowing(heads, memory, wrong)),
-        lease=SimpleNamespace(lease_id=b"lease"),
+        lease_id=b"lease",
         publication=1,
         plan=plan_read(made, made, 0),
         granted=blocks,

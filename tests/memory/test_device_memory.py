@@ -15,8 +15,8 @@ from kvferry._memory.host import HostAccess
 from kvferry._memory.rank_memory import RankMemory
 from kvferry.errors import InvalidField
 from kvferry.geometry import Interval, MemoryKind, Plane
-from kvferry.planner.staged_read import Copy
 from kvferry.planner.token_line import AlikeBlocks, StateRun
+from tests.support.simulated_memories import copy_of
 
 BLOCKS = 6
 
@@ -93,7 +93,9 @@ def test_memory_that_begins_in_a_tensor_and_ends_outside_of_it_is_refused_and_no
     tensor = torch.zeros(4096, dtype=torch.uint8)
     memory = DeviceAccess("cpu", [tensor])
     space = memory.allocate(4096)
-    copy = Copy(space.region.base, 64, np.zeros(1, np.int64), tensor.data_ptr(), 64, np.array([64], np.int64), (), 64)
+    copy = copy_of(
+        space.region.base, 64, np.zeros(1, np.int64), tensor.data_ptr(), 64, np.array([64], np.int64), (), 64
+    )
     with pytest.raises(InvalidField, match="a tensor on cpu"):
         memory.copy([copy])
     assert tensor.untyped_storage().nbytes() == 4096
@@ -108,7 +110,7 @@ def test_a_storage_off_the_boundaries_of_words_is_copied_to_byte_by_byte() -> No
     space = memory.allocate(64)
     np.ctypeslib.as_array((ctypes.c_uint8 * 64).from_address(space.region.base))[:] = np.arange(64)
     places, ids = np.zeros(1, np.int64), np.array([1], np.int64)
-    memory.copy([Copy(space.region.base, 64, places, tensor.data_ptr() + 4, 64, ids, (), 64)])
+    memory.copy([copy_of(space.region.base, 64, places, tensor.data_ptr() + 4, 64, ids, (), 64)])
     assert tensor[68:132].tolist() == list(range(64))
     assert int(tensor.count_nonzero()) == 63
 

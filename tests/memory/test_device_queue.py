@@ -34,6 +34,7 @@ from kvferry.planner import Path
 from kvferry.planner.path_choice import PathRule
 from kvferry.planner.staged_read import Copy
 from tests.support import large_caches as worlds
+from tests.support.simulated_memories import copy_of
 
 SLOT = 1 << 14
 
@@ -107,7 +108,7 @@ def access(played: Torch, *tensors: torch.Tensor) -> DeviceAccess:
 def copies(source: int, target: torch.Tensor, ids: np.ndarray, places: np.ndarray, count: int) -> list[Copy]:
     """So many columns of the same blocks, as the planes of a lane give them."""
     return [
-        Copy(source + 64 * column, 1024, places, target.data_ptr() + 64 * column, 1024, ids, (), 64)
+        copy_of(source + 64 * column, 1024, places, target.data_ptr() + 64 * column, 1024, ids, (), 64)
         for column in range(count)
     ]
 
@@ -131,7 +132,7 @@ def test_indices_of_a_batch_are_uploaded_once_and_consecutive_indices_never(play
     one = torch.zeros(8 * len(many), dtype=torch.uint8)
     other = torch.arange(8 * len(many)).to(torch.uint8)
     memory = access(played, one, other)
-    memory.copy([Copy(other.data_ptr(), 8, np.arange(len(many)), one.data_ptr(), 8, many, (), 8)])
+    memory.copy([copy_of(other.data_ptr(), 8, np.arange(len(many)), one.data_ptr(), 8, many, (), 8)])
     assert torch.equal(one.view(-1, 8)[torch.from_numpy(many)], other.view(-1, 8))
 
 

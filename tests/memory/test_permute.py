@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +26,7 @@ from kvferry.geometry.tensors import planes_of
 from kvferry.planner import Path, PathRule, plan_read
 from kvferry.planner.staged_read import Copy
 from tests.support import large_caches as worlds
+from tests.support.simulated_memories import addresses, copy_of
 from tests.support.simulated_memories import copies as copies_of
 
 SIZE = 1 << 16
@@ -52,7 +52,7 @@ def copies(draw: st.DrawFn) -> tuple[int, int, Copy]:
     ids = draw(st.permutations(range(12)))[: len(places)]
     stride, own_stride = (span + draw(st.integers(0, 9)) for span in spans)
     offset, own_offset = draw(st.integers(0, 64)), draw(st.integers(0, 64))
-    copy = Copy(
+    copy = copy_of(
         offset,
         stride,
         np.array(places, np.int64),
@@ -68,15 +68,11 @@ def copies(draw: st.DrawFn) -> tuple[int, int, Copy]:
 def moved(copy: Copy, source: np.ndarray, destination: np.ndarray) -> None:
     """The definition, cell by cell; addresses are offsets."""
     for place, block in zip(copy.places.tolist(), copy.ids.tolist(), strict=True):
-        for step in itertools.product(*(range(count) for count, _, _ in copy.axes)):
-            theirs = copy.source + place * copy.source_stride
-            theirs += sum(at * stride for at, (_, stride, _) in zip(step, copy.axes, strict=True))
-            mine = copy.destination + block * copy.destination_stride
-            mine += sum(at * stride for at, (_, _, stride) in zip(step, copy.axes, strict=True))
-            destination[mine : mine + copy.cell] = source[theirs : theirs + copy.cell]
+        for theirs, mine in zip(addresses(copy.source, place), addresses(copy.destination, block), strict=True):
+            destination[mine : mine + copy.source.size] = source[theirs : theirs + copy.source.size]
 
 
-TWICE = Copy(0, 8, np.array([0, 0, 2]), 0, 8, np.array([3, 1, 2]), (), 8)
+TWICE = copy_of(0, 8, np.array([0, 0, 2]), 0, 8, np.array([3, 1, 2]), (), 8)
 """Three places from the first to the last, of which one is copied twice and one not at all."""
 
 
@@ -95,14 +91,10 @@ def test_cells_are_permuted_to_their_positions(library: str, drawn: tuple[int, i
     expected = memory.numpy().copy()
     moved(copy, staging, expected)
     placed = Copy(
-        space.region.base + offset,
-        copy.source_stride,
+        copy.source._replace(address=space.region.base + offset),
         copy.places,
-        memory.data_ptr() + own_offset,
-        copy.destination_stride,
+        copy.destination._replace(address=memory.data_ptr() + own_offset),
         copy.ids,
-        copy.axes,
-        copy.cell,
     )
     space.copy([placed])
     assert np.array_equal(memory.numpy(), expected)
@@ -147,7 +139,7 @@ def test_memory_of_no_tensor_is_refused() -> None:
     space = DeviceAccess("cpu", [torch.zeros(16)]).allocate(4096)
     elsewhere = np.zeros(4096, np.uint8)
     places, ids = np.zeros(1, np.int64), np.zeros(1, np.int64)
-    copy = Copy(space.region.base, 64, places, elsewhere.ctypes.data, 64, ids, (), 64)
+    copy = copy_of(space.region.base, 64, places, elsewhere.ctypes.data, 64, ids, (), 64)
     with pytest.raises(InvalidField, match="a tensor on cpu"):
         space.copy([copy])
 
@@ -210,7 +202,7 @@ def test_a_device_is_waited_for_also_when_a_copy_fails(
 
     def copies() -> Iterator[Copy]:
         for _ in range(3):
-            yield Copy(0, 64, np.zeros(1, np.int64), 0, 64, np.zeros(1, np.int64), (), 64)
+            yield copy_of(0, 64, np.zeros(1, np.int64), 0, 64, np.zeros(1, np.int64), (), 64)
             if failing:
                 raise RuntimeError("CUDA out of memory")
 

@@ -1,4 +1,4 @@
-"""How many descriptors: fused over planes, merged over blocks, raw or prepared by the length of runs."""
+"""How many descriptors: fused over planes, merged over blocks, and in grids where they are many."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from kvferry.geometry import Blocks, EngineGeometry, Group, GroupKind
-from kvferry.planner import Path, PathRule, plan_read, prepared_tables
-from kvferry.planner import expansion as expansions
-from kvferry.planner.descriptors import PreparedDescriptors, RawDescriptors
+from kvferry.planner import Path, PathRule, plan_read
 from kvferry.planner.expansion import Expansion
 from kvferry.planner.lane import ROWS_KEPT
 from kvferry.planner.rows import Cut
@@ -27,7 +25,6 @@ from tests.support.geometries import (
     tensors,
     tp_ranks,
 )
-from tests.support.simulated_memories import copies
 
 LAYERS = 4
 MODEL = tensors(layers=LAYERS, axis=4)
@@ -58,7 +55,6 @@ def test_a_cross_layer_tensor_at_equal_tp_is_one_descriptor_per_run_of_blocks() 
 def test_descriptors_are_one_per_storage_and_run(layout: Layout, per_run: int) -> None:
     expansion = moved(made(layout), made(layout), [*range(10, 50), *range(90, 130)])
     assert expansion.descriptors == 2 * per_run
-    assert isinstance(expansion.sources[0].descriptors[0], RawDescriptors)
 
 
 @pytest.mark.parametrize("layout", [HND, NHD, BLOCKS_FIRST, CROSS_LAYER])
@@ -72,54 +68,32 @@ def test_a_head_slice_is_one_descriptor_per_plane_and_block() -> None:
     # TP 1 to 2: the slice of a block is contiguous; blocks are not.
     expansion = moved(made(HND), made(HND, 2), range(64))
     assert expansion.descriptors == 64 * LAYERS * 2
-    (part,) = expansion.sources[0].descriptors
-    assert isinstance(part, PreparedDescriptors)
-    assert len(part.table.source) == LAYERS * 2
-    assert part.table.source[0, 3] == 2 * part.table.destination[0, 3]
+    (few,) = expansion.sources[0].descriptors
+    assert few.plain
+    (part,) = moved(made(HND), made(HND, 2), range(160)).sources[0].descriptors
+    assert (len(part.source), len(part.source_offset)) == (LAYERS * 2, 160)
+    assert np.array_equal(part.source_offset, 2 * part.destination_offset)
 
 
-def test_scattered_blocks_are_indices_into_prepared_rows() -> None:
-    expansion = moved(made(HND), made(HND), SCATTERED)
-    (part,) = expansion.sources[0].descriptors
-    assert isinstance(part, PreparedDescriptors)
-    assert (part.count, len(part.table.source)) == (96 * LAYERS * 2, LAYERS * 2)
-    assert part.source.dtype == part.destination.dtype == np.int32
+def test_scattered_blocks_are_rows_and_runs_of_single_blocks() -> None:
+    ids = np.random.default_rng(7).permutation(200)[:160]
+    (part,) = moved(made(HND), made(HND), ids).sources[0].descriptors
+    assert part.blocks is not None
+    assert (len(part.source), len(part.source_offset)) == (LAYERS * 2, 160)
+    assert part.repeats.tolist() == [1] * 160
 
 
-@pytest.mark.parametrize("layout", [HND, NHD, BLOCKS_FIRST, PACKED, CROSS_LAYER])
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("layers", [(2,), (0, 3), (1, 2, 3)])
-def test_parts_of_layers_use_the_tables_of_the_whole(
-    monkeypatch: pytest.MonkeyPatch, layout: Layout, tp: int, layers: tuple[int, ...]
-) -> None:
-    """NIXL would have to prepare the parts' own tables, and a source makes as many parts as steps."""
-    monkeypatch.setattr("kvferry.planner.expansion.PREPARED_MIN_COUNT", 1)
-    plan = plan_read(made(layout, tp), made(layout), 0, rule=PathRule(Path.DIRECT))
-    names, blocks = {f"layers.{layer}" for layer in layers}, {"full": Blocks(SCATTERED)}
-    alone = plan.only(lambda plane: plane.layer in names).expand(blocks, blocks)
-    part = plan.of_layers(names).expand(blocks, blocks)
-    # Where layers lie side by side in a block, the rows of the whole span them, and parts have no rows in its tables.
-    apart = layout is not CROSS_LAYER or tp == 2
-    for found, expected in zip(part.sources, alone.sources, strict=True):
-        assert (found.source_rank, found.footprint is None) == (expected.source_rank, False)
-        moves, wanted = ({move for some in of.descriptors for move in copies(some)} for of in (found, expected))
-        assert moves == wanted
-        for some in found.descriptors:
-            assert isinstance(some, PreparedDescriptors) is apart
-            assert isinstance(some, RawDescriptors) or some.table in plan.tables.tables
-            if found.footprint is not None:
-                found.footprint.check(some)
-
-
-def test_the_mean_run_decides_between_raw_and_prepared() -> None:
+def test_the_mean_run_decides_who_merges_blocks() -> None:
     runs_of = {run: [start + i for start in range(0, 192, 12) for i in range(run)] for run in (3, 4)}
-    kinds = {run: type(moved(made(HND), made(HND), ids).sources[0].descriptors[0]) for run, ids in runs_of.items()}
-    assert kinds == {3: PreparedDescriptors, 4: RawDescriptors}
+    found = {run: moved(made(HND), made(HND), ids).descriptors for run, ids in runs_of.items()}
+    assert found == {3: 3 * 16 * LAYERS * 2, 4: 16 * LAYERS * 2}
 
 
-def test_short_descriptors_get_no_table_if_they_are_few() -> None:
+def test_few_descriptors_are_listed_one_by_one() -> None:
     expansion = moved(made(HND), made(HND), [5, 3, 9])
-    assert isinstance(expansion.sources[0].descriptors[0], RawDescriptors)
+    (few,) = expansion.sources[0].descriptors
+    assert few.plain
+    assert few.count == 3 * LAYERS * 2
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(16, 64), (64, 16), (48, 32)])
@@ -134,8 +108,9 @@ def test_a_block_size_change_is_a_few_rows_per_plane() -> None:
     expansion = moved(made(HND, block_tokens=48), made(HND, block_tokens=32), range(64), range(96))
     # Heads lie apart: each of the 128 pieces (two thirds of 32 tokens, the others of 16) is one per head.
     assert expansion.descriptors == 128 * 4 * LAYERS * 2
-    lengths = sorted(part.table.entry_bytes for part in expansion.sources[0].descriptors)  # type: ignore[union-attr]
-    assert lengths == [16 * 4, 32 * 4]
+    lists = expansion.sources[0].descriptors
+    assert {length for part in lists for length in part.length.tolist()} == {16 * 4, 32 * 4}
+    assert sum(len(part.length) for part in lists) == 4 * 4 * LAYERS * 2
 
 
 @pytest.mark.parametrize(("layout", "pieces"), [(NHD, 16 * 4), (HND, 4)])
@@ -160,27 +135,8 @@ def test_planes_of_one_block_are_not_fused_since_they_may_be_tensors_of_their_ow
     assert [moved(geometry(blocks), geometry(blocks), [0]).descriptors for blocks in (1, 2)] == [2, 1]
 
 
-def test_tables_stay_below_the_limit_of_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared_tables, "TABLE_LIMIT", 3 * 200 + 1)
-    plan = plan_read(made(HND), made(HND), 0)
-    assert [len(table.source) for table in plan.tables.tables] == [3, 3, 2]
-    expansion = plan.expand({"full": Blocks(SCATTERED)}, {"full": Blocks(SCATTERED)})
-    assert expansion.descriptors == 96 * LAYERS * 2
-    assert len(expansion.sources[0].descriptors) == 3
-
-
-def test_rows_that_fit_no_table_are_read_raw(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared_tables, "RECURRING_LIMIT", 0)
-    expansion = moved(made(HND), made(HND), SCATTERED)
-    assert [type(part) for part in expansion.sources[0].descriptors] == [RawDescriptors]
-    assert expansion.descriptors == 96 * LAYERS * 2
-
-
 @pytest.mark.parametrize("part", [False, True], ids=["whole", "part"])
-def test_cached_rows_of_ever_new_token_ranges_do_not_fill_the_memory(
-    monkeypatch: pytest.MonkeyPatch, part: bool
-) -> None:
-    monkeypatch.setattr(expansions, "PREPARED_MIN_COUNT", 1)
+def test_cached_rows_of_ever_new_token_ranges_do_not_fill_the_memory(part: bool) -> None:
     layers = [Tensor(f"layers.{layer}", "key", axis=2) for layer in range(2)]
     geometry = engine("x", layers, block_tokens=64, num_blocks=4).geometry()
     plan = plan_read(geometry, geometry, 0)
@@ -190,7 +146,6 @@ def test_cached_rows_of_ever_new_token_ranges_do_not_fill_the_memory(
     for begin in range(64):
         for end in range(begin + 1, 65):
             plan.expand({"full": Blocks([1])}, {"full": Blocks([2])}, (begin, end))
-    # Rows by cut, and their positions in tables: of a part, and of the whole plan.
     assert live_cuts() - before <= ROWS_KEPT + 1
 
 

@@ -10,7 +10,7 @@ import pytest
 from kvferry.errors import InvalidField
 from kvferry.geometry import Blocks, Interval, Plane
 from kvferry.planner import Path
-from kvferry.planner.descriptors import PreparedDescriptors, RawDescriptors
+from kvferry.planner.descriptors import Descriptors
 from tests.support.large_caches import BLOCKS, TOKENS, cells, expanded, plane, planned
 
 BASE, OWN_BASE = 1 << 36, 1 << 40
@@ -35,7 +35,7 @@ WORLDS = {
         630,
         Path.DIRECT,
     ),
-    "prepared rows": (*WHOLE, some(5, 300, BLOCKS), some(6, 300, BLOCKS), 300 * TOKENS, Path.DIRECT),
+    "rows and runs": (*WHOLE, some(5, 300, BLOCKS), some(6, 300, BLOCKS), 300 * TOKENS, Path.DIRECT),
     "staged": (
         plane(BASE, heads_first=False),
         plane(OWN_BASE),
@@ -86,21 +86,21 @@ def test_an_address_off_by_a_multiple_of_4_gib_is_found(name: str, gib: int, sid
     expansion = planned(source, destination, path).expand({"full": Blocks(theirs)}, {"full": Blocks(mine)}, (0, tokens))
     (read,) = expansion.sources
     (raw,) = read.descriptors
-    assert isinstance(raw, RawDescriptors)
+    single = raw.one_by_one()
     assert read.footprint is not None
     refused = 0
     for at in range(raw.count):
-        bad = RawDescriptors(raw.memory, raw.source.copy(), raw.destination.copy(), raw.length)
+        bad = single.source.copy(), single.destination.copy()
         inside = True
-        for column, of in ((bad.source, source), (bad.destination, destination)):
+        for column, of in ((bad[0], source), (bad[1], destination)):
             if side in ("both", "source" if of is source else "destination"):
                 moved = int(column[at]) + (gib << 30)
-                inside &= of.extent[0] <= moved and moved + int(raw.length[at]) <= of.extent[1]
+                inside &= of.extent[0] <= moved and moved + int(single.length[at]) <= of.extent[1]
                 column[at] = moved
         if inside:
             # The regions' check finds nothing: the address lies inside a region.
             with pytest.raises(InvalidField, match="the request's blocks"):
-                read.footprint.check(bad)
+                read.footprint.check(Descriptors(raw.memory, *bad, single.length))
             refused += 1
     assert refused > 0
 
@@ -111,27 +111,28 @@ def test_a_wrapped_address_of_another_block_of_the_same_request_is_found() -> No
     expansion = planned(*WHOLE).expand({"full": Blocks(ids)}, {"full": Blocks(ids)})
     (read,) = expansion.sources
     (raw,) = read.descriptors
-    assert isinstance(raw, RawDescriptors)
+    single = raw.one_by_one()
     assert read.footprint is not None
-    wrapped = replace(raw, source=(raw.source - np.uint64(BASE)) % np.uint64(GIB_4) + np.uint64(BASE))
-    assert not np.array_equal(wrapped.source, raw.source)
+    wrapped = (single.source - np.uint64(BASE)) % np.uint64(GIB_4) + np.uint64(BASE)
+    assert not np.array_equal(wrapped, single.source)
     with pytest.raises(InvalidField, match="the blocks of the same tokens"):
-        read.footprint.check(wrapped)
+        read.footprint.check(Descriptors(raw.memory, wrapped, single.destination, single.length))
 
 
-def test_an_index_of_another_block_is_found() -> None:
-    source, destination, theirs, mine, tokens, path = WORLDS["prepared rows"]
+def test_a_run_in_another_block_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.planner.expansion.OWN_LIST", 1)
+    source, destination, theirs, mine, tokens, path = WORLDS["rows and runs"]
     expansion = planned(source, destination, path).expand({"full": Blocks(theirs)}, {"full": Blocks(mine)}, (0, tokens))
     (read,) = expansion.sources
-    (prepared,) = read.descriptors
-    assert isinstance(prepared, PreparedDescriptors)
+    (whole,) = read.descriptors
+    assert not whole.plain
     assert read.footprint is not None
-    read.footprint.check(prepared)
+    read.footprint.check(whole)
     other = next(block for block in range(BLOCKS) if block not in theirs)
-    bad = prepared.source.copy()
-    bad[17] = other
+    bad = whole.source_offset.copy()
+    bad[17] = other * source.block_stride
     with pytest.raises(InvalidField, match="the request's blocks"):
-        read.footprint.check(replace(prepared, source=bad))
+        read.footprint.check(replace(whole, source_offset=bad))
 
 
 def test_rows_for_staging_memory_off_by_4_gib_are_found() -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvferry.geometry import Blocks, Group, GroupKind, Interval, TokenShard
 from kvferry.planner import ReadPlan, plan_read
 from tests.support.geometries import Engine, Held, Rank, Tensor, engine
+from tests.support.simulated_memories import copies
 
 MLA = [Tensor("layers.0", "latent", axis=1, state_bytes=8)]
 BLOCK = 4
@@ -27,7 +28,7 @@ def blocks_read(plan: ReadPlan, count: int) -> dict[int, list[int]]:
     for source in plan.expand(ids, ids).sources:
         plane = plan.reads[0].destination
         for descriptors in source.descriptors:
-            for begin, length in zip(descriptors.destination.tolist(), descriptors.length.tolist(), strict=True):  # type: ignore[union-attr]
+            for _, begin, length in copies(descriptors):
                 first = (begin - plane.base) // plane.block_stride
                 found.setdefault(source.source_rank, []).extend(range(first, first + length // plane.block_stride))
     return found

@@ -16,14 +16,14 @@ PROFILE = settings.get_profile("plan")
 @pytest.mark.property
 @pytest.mark.timeout(max(120, PROFILE.max_examples // 5))
 @settings(PROFILE)
-@given(world=worlds(), prepared=st.booleans(), path=st.sampled_from((None, Path.STAGED)))
-def test_plans_move_every_byte_right_and_touch_no_other(world: World, prepared: bool, path: Path | None) -> None:
+@given(world=worlds(), lists=st.booleans(), path=st.sampled_from((None, Path.STAGED)))
+def test_plans_move_every_byte_right_and_touch_no_other(world: World, lists: bool, path: Path | None) -> None:
     source, destination = world.source.geometry(), world.destination.geometry()
     rule = PathRule(path=path)
     plans = [plan_read(source, destination, rank, striping=world.striping, rule=rule) for rank in world.readers]
     with pytest.MonkeyPatch.context() as patch:
-        if prepared:
-            patch.setattr(expansion, "PREPARED_MIN_COUNT", 1)
+        if lists:
+            patch.setattr(expansion, "OWN_LIST", 1)
         move(
             plans,
             world.source,

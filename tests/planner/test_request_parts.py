@@ -19,7 +19,7 @@ from kvferry.geometry import Blocks, Group, GroupKind, Plane
 from kvferry.geometry.blocks import Unfinished, joined, runs_of
 from kvferry.planner import Path, PathRule, ReadPlan, plan_read
 from kvferry.planner import plan as plans
-from kvferry.planner.expansion import PREPARED_MIN_COUNT
+from kvferry.planner.expansion import OWN_LIST
 from kvferry.planner.plan import RequestParts
 from kvferry.planner.request_blocks import GroupRequest, needed
 from tests.support.drawn_worlds import World, worlds
@@ -107,11 +107,11 @@ def test_parts_together_read_the_bytes_of_one_read(world: World, data: st.DataOb
 @pytest.mark.property
 @pytest.mark.timeout(max(120, PROFILE.max_examples // 5))
 @settings(PROFILE)
-@given(world=worlds(), data=st.data(), path=st.sampled_from((None, Path.STAGED)), tables=st.booleans())
+@given(world=worlds(), data=st.data(), path=st.sampled_from((None, Path.STAGED)), lists=st.booleans())
 def test_layers_that_finish_one_after_the_other_are_each_read_once(
-    world: World, data: st.DataObject, path: Path | None, tables: bool
+    world: World, data: st.DataObject, path: Path | None, lists: bool
 ) -> None:
-    with patch("kvferry.planner.expansion.PREPARED_MIN_COUNT", 1 if tables else PREPARED_MIN_COUNT):
+    with patch("kvferry.planner.expansion.OWN_LIST", 1 if lists else OWN_LIST):
         read_layers(world, data, path)
 
 

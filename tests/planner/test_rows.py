@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import pairwise, product
+from itertools import pairwise
 from random import Random
 
 import pytest
 
 from kvferry.planner import plan_read
 from kvferry.planner.lane import Lane
-from kvferry.planner.rows import Cut, RowLoop, loops_of, rows_of
+from kvferry.planner.rows import Cells, Cut, loops_of, rows_of
 from tests.support.geometries import Layout, engine, tensors
-from tests.support.simulated_memories import address
+from tests.support.simulated_memories import address, addresses
 
 Cell = tuple[int, int, int]
 """Where from, where to, and how many bytes."""
@@ -119,16 +119,10 @@ def test_an_extent_holds_the_bytes_of_planes_that_interleave(seed: int) -> None:
     assert joined == {True, False}
 
 
-def steps(loop: RowLoop) -> list[Cell]:
+def steps(there: Cells, here: Cells) -> list[Cell]:
     """The cells that a loop copies."""
-    return [
-        (
-            loop.source + sum(at * source for at, (_, source, _) in zip(place, loop.axes, strict=True)),
-            loop.destination + sum(at * own for at, (_, _, own) in zip(place, loop.axes, strict=True)),
-            loop.cell,
-        )
-        for place in product(*(range(count) for count, _, _ in loop.axes))
-    ]
+    both = (addresses(side.times(1, 0, 0), 0) for side in (there, here))
+    return [(source, own, there.size) for source, own in zip(*both, strict=True)]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -143,11 +137,11 @@ def test_loops_copy_the_states_of_a_cut(seed: int) -> None:
             assert lane.loops(alike, cut) is lane.loops(alike, cut)
             base = int(members.source_base[0]), int(members.destination_base[0])
             due = [(source - base[0], own - base[1], length) for source, own, length in begins[base]]
-            made = [step for loop in loops for step in steps(loop)]
+            made = [step for loop in loops for step in steps(*loop)]
             assert sorted(singles(made)) == sorted(singles(due))
-            for loop in loops:
-                own_steps = [axis[2] for axis in loop.axes]
-                assert own_steps == sorted(own_steps, reverse=True)
+            for there, here in loops:
+                assert (there.shape, there.size) == (here.shape, here.size)
+                assert list(here.strides) == sorted(here.strides, reverse=True)
             # States in equal steps are one loop, and states that touch are one cell.
             unit = due[: cut.count]
             equal = {(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(unit)}
@@ -158,7 +152,7 @@ def test_loops_copy_the_states_of_a_cut(seed: int) -> None:
                     len(fused(due)) if touching and len(fused(due)) == 1 else members.units if touching else len(due)
                 )
             assert len(loops) <= cut.count
-            counts.add((len(loops), len(loops[0].axes), loops[0].cell > members.state_bytes))
+            counts.add((len(loops), len(loops[0][0].shape), loops[0][0].size > members.state_bytes))
     assert {count[0] for count in counts} >= {1, 2, 3}
     assert {count[1:] for count in counts} >= {(1, False), (1, True), (2, False)}
 

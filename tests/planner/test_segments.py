@@ -23,11 +23,12 @@ from kvferry.geometry import (
     TokenShard,
 )
 from kvferry.planner import Path, PathRule, plan_read
-from kvferry.planner.descriptors import MemoryPair, RawDescriptors
+from kvferry.planner.descriptors import MemoryPair
 from kvferry.planner.lane import Lane, segments, span
 from kvferry.planner.line_rule import Stripe
 from kvferry.planner.request_blocks import GroupRequest, NeededBlocks
 from kvferry.planner.token_line import StateLayout
+from tests.support.simulated_memories import copies
 
 DRAM = MemoryPair(MemoryKind.DRAM, 0, MemoryKind.DRAM, 0)
 FULL = Group("full", block_tokens=1, num_blocks=4096)
@@ -259,7 +260,5 @@ def test_tokens_of_the_only_block_that_lie_apart_are_read_one_by_one() -> None:
         blocks = {"full": Blocks([0])}
         expansion = plan_read(engines[theirs], engines[mine], 0, rule=PathRule(Path.DIRECT)).expand(blocks, blocks)
         (descriptors,) = expansion.sources[0].descriptors
-        assert isinstance(descriptors, RawDescriptors)
-        assert (descriptors.source - 4096).tolist() == [theirs.token_stride * token for token in range(4)]
-        assert (descriptors.destination - 4096).tolist() == [mine.token_stride * token for token in range(4)]
-        assert descriptors.length.tolist() == [8] * 4
+        steps = [(theirs.token_stride * token, mine.token_stride * token) for token in range(4)]
+        assert copies(descriptors) == [(4096 + there, 4096 + here, 8) for there, here in steps]

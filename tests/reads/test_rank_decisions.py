@@ -328,7 +328,7 @@ def test_arrived_blocks_are_compared_before_the_share_succeeds(careful: PlayedRa
     assert read.error is None
     (arrived,) = careful.verified
     order = read.order
-    assert (arrived.home, arrived.lease, arrived.publication) == (order.home, LEASE, order.publication)
+    assert (arrived.home, arrived.lease_id, arrived.publication) == (order.home, LEASE.lease_id, order.publication)
     assert (arrived.granted, arrived.blocks, arrived.tokens) == (GRANTED, BLOCKS, (3, 5))
     assert arrived.deadline == order.deadline
 

@@ -8,7 +8,7 @@ from kvferry.geometry import EngineGeometry, Group, Interval, MemoryKind, Plane,
 from kvferry.planner import Path, PathRule, ReadPlan, plan_read
 from kvferry.planner.descriptors import MemoryPair
 from kvferry.planner.expansion import Expansion
-from tests.support.simulated_memories import address, copies
+from tests.support.simulated_memories import address, addresses, copies
 
 HEADS, TOKENS, STATE = 4, 16, 64
 BLOCK_BYTES = HEADS * TOKENS * STATE
@@ -96,18 +96,10 @@ def expanded(expansion: Expansion) -> Mapping[int, int]:
                     for at in range(0, length, STATE)
                 }
                 for copy in batch.copies(0):
-                    assert copy.cell % STATE == 0
+                    assert copy.source.size % STATE == 0
                     for place, block in zip(copy.places.tolist(), copy.ids.tolist(), strict=True):
-                        steps = [
-                            (
-                                copy.source + place * copy.source_stride,
-                                copy.destination + block * copy.destination_stride,
-                            )
-                        ]
-                        for count, a, b in copy.axes:
-                            steps = [(x + i * a, y + i * b) for x, y in steps for i in range(count)]
-                        for x, y in steps:
-                            for at in range(0, copy.cell, STATE):
+                        for x, y in zip(addresses(copy.source, place), addresses(copy.destination, block), strict=True):
+                            for at in range(0, copy.source.size, STATE):
                                 assert y + at not in found
                                 found[y + at] = staged[x + at]
     return found

@@ -5,8 +5,7 @@ The oracle: every address here comes from the formula of a plane, one state at a
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -15,10 +14,11 @@ import numpy.typing as npt
 
 from kvferry.geometry import Blocks, EngineGeometry, Group, GroupKind, Plane
 from kvferry.planner import ReadPlan
-from kvferry.planner.descriptors import Descriptors, PreparedDescriptors, RawDescriptors
+from kvferry.planner.descriptors import Descriptors
 from kvferry.planner.expansion import Expansion
 from kvferry.planner.footprint import Footprint
-from kvferry.planner.staged_read import StagedRead
+from kvferry.planner.rows import Cells
+from kvferry.planner.staged_read import Copy, StagedRead
 from tests.support.geometries import Engine
 
 Bytes = npt.NDArray[np.uint8]
@@ -111,28 +111,37 @@ def source_memories(
 
 
 def copies(descriptors: Descriptors) -> list[tuple[int, int, int]]:
-    """Descriptors as (source, destination, length), prepared ones looked up as NIXL does."""
-    if isinstance(descriptors, RawDescriptors):
-        columns = (descriptors.source, descriptors.destination, descriptors.length)
-        return list(zip(*(column.tolist() for column in columns), strict=True))
-    assert isinstance(descriptors, PreparedDescriptors)
-    table = descriptors.table
-    assert descriptors.source.dtype == descriptors.destination.dtype == np.int32
-    source = _entries(table.source, table.source_first, descriptors.source)
-    destination = _entries(table.destination, table.destination_first, descriptors.destination)
-    return [(theirs, mine, table.entry_bytes) for theirs, mine in zip(source, destination, strict=True)]
+    """Descriptors as (source, destination, length), from the lists that NIXL gets."""
+    (source, length, device), (destination, same_length, own_device) = (rows.T.tolist() for rows in descriptors.lists())
+    assert length == same_length
+    memory = descriptors.memory
+    assert {*device, memory.source_device} == {memory.source_device}
+    assert {*own_device, memory.destination_device} == {memory.destination_device}
+    return list(zip(source, destination, length, strict=True))
 
 
-def _entries(rows: npt.NDArray[np.uint64], first: npt.NDArray[np.int64], flat: npt.NDArray[np.int32]) -> list[int]:
-    counts = [int(row[4]) for row in rows]
-    starts = [sum(counts[:index]) for index in range(len(counts))]
-    assert first.tolist() == starts
-    assert sum(counts) < 2**31
-    found = []
-    for index in flat.tolist():
-        assert 0 <= index < sum(counts)
-        row = next(r for r in range(len(counts) - 1, -1, -1) if starts[r] <= index)
-        found.append(int(rows[row][0]) + (index - starts[row]) * int(rows[row][3]))
+def copy_of(
+    source: int,
+    source_stride: int,
+    places: npt.NDArray[np.int64],
+    destination: int,
+    destination_stride: int,
+    ids: npt.NDArray[np.int64],
+    axes: Sequence[tuple[int, int, int]],
+    cell: int,
+) -> Copy:
+    """A copy from places to blocks; along its axes, (count, source stride, destination stride)."""
+    counts, strides, own_strides = (tuple(axis[at] for axis in axes) for at in range(3))
+    there = Cells(source, (int(places.max()) + 1, *counts), (source_stride, *strides), cell)
+    here = Cells(destination, (int(ids.max()) + 1, *counts), (destination_stride, *own_strides), cell)
+    return Copy(there, places, here, ids)
+
+
+def addresses(cells: Cells, at: int) -> list[int]:
+    """The addresses of the cells at an index of the first axis."""
+    found = [cells.address + at * cells.strides[0]]
+    for count, stride in zip(cells.shape[1:], cells.strides[1:], strict=True):
+        found = [address + step * stride for address in found for step in range(count)]
     return found
 
 
@@ -177,14 +186,12 @@ def _execute_staged(
         before = moved
         for copy in batch.copies(SLOT):
             for place, block_id in zip(copy.places.tolist(), copy.ids.tolist(), strict=True):
-                for step in itertools.product(*(range(count) for count, _, _ in copy.axes)):
-                    theirs = copy.source + place * copy.source_stride
-                    theirs += sum(at * stride for at, (_, stride, _) in zip(step, copy.axes, strict=True))
-                    mine = copy.destination + block_id * copy.destination_stride
-                    mine += sum(at * stride for at, (_, _, stride) in zip(step, copy.axes, strict=True))
-                    destination.at(mine, copy.cell)[:] = slot.at(theirs, copy.cell)
-                    written[mine - destination.base : mine - destination.base + copy.cell] += 1
-                    moved += copy.cell
+                pairs = zip(addresses(copy.source, place), addresses(copy.destination, block_id), strict=True)
+                for theirs, mine in pairs:
+                    size = copy.source.size
+                    destination.at(mine, size)[:] = slot.at(theirs, size)
+                    written[mine - destination.base : mine - destination.base + size] += 1
+                    moved += size
         assert moved - before == batch.total_bytes
     assert moved == read.total_bytes
     assert descriptors >= read.count

@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry._transport.agents import Agents
 from kvferry._transport.nixl_agent import HandleState, ReadingAgent, ServingAgent
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry.errors import BadAgentMetadata, InvalidField, NixlError
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import MemoryKind
-from kvferry.planner.descriptors import DescriptorTable, MemoryPair, PreparedDescriptors, RawDescriptors
+from kvferry.planner.descriptors import Descriptors, MemoryPair
 from kvferry.testing import Fabric
 from kvferry.testing._memory import Agent, Process, Wire
 
@@ -26,13 +25,13 @@ class Side:
         self.cells = np.full(SIZE, value, np.uint8)
         self.base = self.cells.ctypes.data
         self.regions = [MemoryRegion(MemoryKind.DRAM, 0, self.base, SIZE)]
-        self.agents: Agents = fabric.client()._network.agents
+        self.binding = fabric.client()._network.binding
 
     def serving(self, name: str = "source") -> ServingAgent:
-        return self.agents.serving(name, self.regions, NixlOptions())
+        return ServingAgent(name, self.regions, NixlOptions(), self.binding)
 
     def reading(self) -> ReadingAgent:
-        return self.agents.reading("reader", self.regions, NixlOptions())
+        return ReadingAgent("reader", self.regions, NixlOptions(), self.binding)
 
 
 def pair(fabric: Fabric) -> tuple[Side, Side, ServingAgent, ReadingAgent]:
@@ -44,26 +43,23 @@ def pair(fabric: Fabric) -> tuple[Side, Side, ServingAgent, ReadingAgent]:
     return source, reader, serving, reading
 
 
-def raw(source: int, destination: int, length: int) -> RawDescriptors:
-    return RawDescriptors(HOST, *(np.array([value], np.uint64) for value in (source, destination, length)))
+def raw(source: int, destination: int, length: int) -> Descriptors:
+    return Descriptors(HOST, *(np.array([value], np.uint64) for value in (source, destination, length)))
 
 
-def test_descriptors_of_both_kinds_are_copied(fabric: Fabric) -> None:
+def test_descriptors_one_by_one_and_of_rows_and_runs_are_copied(fabric: Fabric) -> None:
     source, reader, _, reading = pair(fabric)
     source.cells[:] = np.arange(SIZE)
     assert reading.make("source", raw(source.base + 8, reader.base + 1, 3)).post() is HandleState.DONE
-    rows = [
-        np.array([[side.base, 4, 0, 16, 8], [side.base + 128, 4, 0, 8, 16]], np.uint64) for side in (source, reader)
-    ]
-    first = np.array([0, 8], np.int64)
-    table = DescriptorTable(HOST, rows[0], rows[1], first, first, 4)
-    indices = np.array([1, 9, 7], np.int32), np.array([8, 2, 23], np.int32)
-    handle = reading.make("source", PreparedDescriptors(table, *indices))
+    rows = [source.base, source.base + 128], [reader.base, reader.base + 128], [4, 2]
+    runs = [16, 40], [32, 8], [1, 2]
+    columns = (np.array(column, np.uint64) for column in (*rows, *runs))
+    handle = reading.make("source", Descriptors(HOST, *columns))
     assert (handle.post(), handle.check()) == (HandleState.DONE, HandleState.DONE)
     wanted = np.zeros(SIZE, np.uint8)
     wanted[1:4] = [8, 9, 10]
-    for of, to in ((16, 128), (136, 32), (112, 128 + 15 * 8)):
-        wanted[to : to + 4] = np.arange(of, of + 4)
+    for of, to, length in ((16, 32, 4), (40, 8, 8), (144, 160, 2), (168, 136, 4)):
+        wanted[to : to + length] = np.arange(of, of + length)
     assert np.array_equal(reader.cells, wanted)
 
 

@@ -15,8 +15,7 @@ from typing import Any, cast
 
 from kvferry._clock import now
 from kvferry._memory.access import StagingSpace
-from kvferry._transport.agents import Agents as NixlAgents
-from kvferry._transport.nixl_agent import AgentInfo, HandleState, NixlError
+from kvferry._transport.nixl_agent import AgentInfo, HandleState, MakeReadingAgent, NixlError
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._transport.transport import Transfer, TransferPart, TransferState, Transport
@@ -24,7 +23,8 @@ from kvferry.errors import (
     KvferryError,
 )
 from kvferry.geometry import MemoryKind, MemoryRegion
-from kvferry.planner.descriptors import Descriptors, RawDescriptors
+from kvferry.planner.descriptors import Descriptors
+from tests.support.simulated_memories import copies
 from tests.transport.sources import SOON, Memory, content, raw, raw_part
 from tests.transport.transfers import until
 
@@ -63,9 +63,9 @@ class Handle:
             raise state
         if isinstance(state, str):
             raise NixlError(state)
-        if state is DONE and isinstance(self.chunk, RawDescriptors):
-            for of, to, length in zip(self.chunk.source, self.chunk.destination, self.chunk.length, strict=True):
-                ctypes.memmove(int(to), int(of), int(length))
+        if state is DONE and self.chunk is not None:
+            for of, to, length in copies(self.chunk):
+                ctypes.memmove(to, of, length)
         return state
 
 
@@ -164,8 +164,8 @@ class World:
 
     def transport(self, staging: StagingOptions | None = None, **options: Any) -> Transport:
         some = {"chunk_bytes": CHUNK, "chunk_descriptors": 100, **options}
-        agents = cast(NixlAgents, self.agents)
-        made = Transport([self.memory.region], NixlOptions(**some), agents=agents, staging=staging, clock=self.clock)
+        reading = cast(MakeReadingAgent, self.agents.reading)
+        made = Transport([self.memory.region], NixlOptions(**some), reading=reading, staging=staging, clock=self.clock)
         self.transports.append(made)
         return made
 

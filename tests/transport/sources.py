@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.transport import TransferPart
 from kvferry.geometry import MemoryKind, MemoryRegion
-from kvferry.planner.descriptors import Descriptors, DescriptorTable, MemoryPair, RawDescriptors
+from kvferry.planner.descriptors import Descriptors, MemoryPair
 from kvferry.planner.expansion import SourceDescriptors
 from tests.support.loaded_processes import LOADED
 from tests.support.waiting import stop
@@ -133,14 +133,14 @@ class Memory:
         self.base: int = self.bytes.ctypes.data
         self.region = MemoryRegion(MemoryKind.DRAM, 0, self.base, size)
 
-    def pieces(self, source: Source, pieces: Sequence[tuple[int, int, int]]) -> RawDescriptors:
+    def pieces(self, source: Source, pieces: Sequence[tuple[int, int, int]]) -> Descriptors:
         """Descriptors for (offset at the source, offset here, length), expected to arrive."""
         for theirs, mine, length in pieces:
             self.expected[mine : mine + length] = source.bytes[theirs : theirs + length]
         theirs_, mine_, lengths = (np.array([piece[i] for piece in pieces], np.uint64) for i in range(3))
         return raw(theirs_ + np.uint64(source.base), mine_ + np.uint64(self.base), lengths)
 
-    def all_of(self, source: Source, *, at: int = 0) -> RawDescriptors:
+    def all_of(self, source: Source, *, at: int = 0) -> Descriptors:
         """One descriptor for all of the source's memory."""
         return self.pieces(source, [(0, at, source.size)])
 
@@ -158,27 +158,15 @@ def raw(
     destination: Sequence[int] | npt.NDArray[np.uint64],
     length: Sequence[int] | npt.NDArray[np.uint64],
     memory: MemoryPair = DRAM,
-) -> RawDescriptors:
+) -> Descriptors:
     """Descriptors by address."""
     arrays = (np.array(values, np.uint64) for values in (source, destination, length))
-    return RawDescriptors(memory, *arrays)
+    return Descriptors(memory, *arrays)
 
 
 def raw_part(info: AgentInfo, descriptors: Sequence[Descriptors] = ()) -> TransferPart:
     """A part of a transfer that reads these from this agent."""
     return info, SourceDescriptors(0, tuple(descriptors))
-
-
-def table(
-    entry_bytes: int, source: Sequence[tuple[int, int, int]], destination: Sequence[tuple[int, int, int]]
-) -> DescriptorTable:
-    """Rows of (address, stride, count)."""
-    sides = [
-        np.array([[address, entry_bytes, 0, stride, count] for address, stride, count in rows], np.uint64)
-        for rows in (source, destination)
-    ]
-    firsts = [np.cumsum([0, *(row[2] for row in rows[:-1])], dtype=np.int64) for rows in (source, destination)]
-    return DescriptorTable(DRAM, sides[0], sides[1], firsts[0], firsts[1], entry_bytes)
 
 
 def local_source(name: str = "source", size: int = 2 << 20) -> Source:

@@ -14,16 +14,16 @@ from kvferry._clock import now
 from kvferry._memory.access import StillCopying
 from kvferry._memory.host import HostAccess
 from kvferry._transport import calibration
-from kvferry._transport.agents import Agents as NixlAgents
 from kvferry._transport.calibration import LONG_BYTES, measure
-from kvferry._transport.nixl_agent import AgentInfo, HandleState
+from kvferry._transport.nixl_agent import AgentInfo, HandleState, MakeReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingPool
 from kvferry._transport.transport import Transport
 from kvferry.geometry import MemoryKind, MemoryRegion
 from kvferry.planner import Costs
-from kvferry.planner.descriptors import Descriptors, RawDescriptors
+from kvferry.planner.descriptors import Descriptors
 from kvferry.planner.staged_read import Copy
+from tests.support.simulated_memories import addresses
 from tests.transport.played_agents import Agent, Agents, Handle
 from tests.transport.sources import SOON, Memory
 from tests.transport.transfers import until
@@ -63,12 +63,11 @@ class Machine(Agents):
 
     def copy(self, _: HostAccess, copies: Iterable[Copy]) -> None:
         for one in copies:
-            runs = len(one.places) * math.prod(count for count, _, _ in one.axes)
-            self.seconds += runs * (LAW.cell + one.cell * LAW.copied_byte)
-            block = sum((count - 1) * stride for count, _, stride in one.axes) + one.cell
+            runs = len(one.places) * math.prod(one.source.shape[1:])
+            self.seconds += runs * (LAW.cell + one.source.size * LAW.copied_byte)
             for at in one.ids.tolist():
-                begin = one.destination + at * one.destination_stride
-                self.touch(begin, begin + block)
+                written = addresses(one.destination, at)
+                self.touch(min(written), max(written) + one.destination.size)
 
     def touch(self, begin: int, end: int) -> None:
         pages = set(range(begin // PAGE, -(-end // PAGE))) - self.touched
@@ -96,13 +95,8 @@ class PricedHandle(Handle):
 
 def written(chunk: Descriptors) -> tuple[list[int], list[int]]:
     """Addresses that a read writes to, and bytes at each."""
-    if isinstance(chunk, RawDescriptors):
-        return chunk.destination.tolist(), chunk.length.tolist()
-    table = chunk.table
-    rows = np.searchsorted(table.destination_first, chunk.destination, side="right") - 1
-    within = chunk.destination - table.destination_first[rows]
-    begins = table.destination[rows, 0].astype(np.int64) + within * table.destination[rows, 3].astype(np.int64)
-    return begins.tolist(), [table.entry_bytes] * chunk.count
+    single = chunk.one_by_one()
+    return single.destination.tolist(), single.length.tolist()
 
 
 @pytest.fixture
@@ -116,7 +110,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 @pytest.fixture
 def transport(machine: Machine) -> Iterator[Transport]:
     memory = Memory(PAGE)
-    made = Transport([memory.region], agents=cast(NixlAgents, machine), clock=machine.clock)
+    made = Transport([memory.region], reading=cast(MakeReadingAgent, machine.reading), clock=machine.clock)
     yield made
     machine.seconds += 1.0
     assert made.close(SOON)
@@ -165,7 +159,7 @@ def test_slots_of_a_failed_measurement_are_lent_again_when_nothing_can_write_to_
     peer = AgentInfo("peer", b"metadata", hashlib.sha256(b"metadata").digest(), (region,))
     agents = Agents(state={"peer": HandleState.MOVING})
     memory = Memory(PAGE)
-    transport = Transport([memory.region], agents=cast(NixlAgents, agents))
+    transport = Transport([memory.region], reading=cast(MakeReadingAgent, agents.reading))
     pool = transport.pool(MemoryKind.DRAM, 0)
     assert measure(transport, peer, pool, now() + 1.0) is None
     # The posted read may still write into its own slot, and into no other.
@@ -190,7 +184,7 @@ def test_a_slot_that_the_device_may_still_copy_into_is_not_lent_again(
     into: list[int] = []
 
     def stuck(_: HostAccess, copies: Iterable[Copy]) -> None:
-        into.extend(one.destination for one in copies)
+        into.extend(one.destination.address for one in copies)
         raise StillCopying
 
     monkeypatch.setattr(HostAccess, "copy", stuck)

@@ -5,21 +5,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvferry._clock import now
-from kvferry._transport.bounds import RegionMap, check_agent, check_descriptors
+from kvferry._transport.bounds import RegionMap, check_agent, check_blocks, check_descriptors
 from kvferry._transport.nixl_agent import AgentInfo, NixlOptions, ReadingAgent
 from kvferry._transport.transport import TransferState
 from kvferry.errors import BadAgentMetadata, InvalidField
 from kvferry.geometry import MemoryKind, MemoryRegion
-from kvferry.planner.descriptors import Descriptors, DescriptorTable, MemoryPair, PreparedDescriptors, RawDescriptors
+from kvferry.planner.descriptors import BlockRows, Descriptors, MemoryPair
 from tests.transport.conftest import MakeTransport
-from tests.transport.sources import DRAM, SOON, Memory, Source, raw, raw_part, table
+from tests.transport.sources import DRAM, SOON, Memory, Source, raw, raw_part
 
 KIB = 1024
+ONE_RUN = tuple(np.array([value], np.uint64) for value in (0, 0, 1))
 # Two regions that touch, and one apart, on each side.
 HERE = RegionMap("here", [MemoryRegion(MemoryKind.DRAM, 0, base * KIB, 64 * KIB) for base in (64, 128, 1024)])
 THERE = RegionMap("there", [MemoryRegion(MemoryKind.DRAM, 0, base * KIB, 64 * KIB) for base in (2048, 2112, 4096)])
@@ -27,7 +30,7 @@ SOURCE, DESTINATION = 2048 * KIB, 64 * KIB
 WRAPS = (1 << 64) - 4096
 
 
-def one(source: int, destination: int, length: int, memory: MemoryPair = DRAM) -> RawDescriptors:
+def one(source: int, destination: int, length: int, memory: MemoryPair = DRAM) -> Descriptors:
     # Beside a right descriptor, so that checking only the first is not enough.
     return raw([SOURCE, source], [DESTINATION, destination], [1, length], memory)
 
@@ -48,74 +51,71 @@ BAD_RAW = {
     "destination address that wraps": one(SOURCE, WRAPS, 4096 + 1),
     "other device": one(SOURCE, DESTINATION, 1, dataclasses.replace(DRAM, source_device=1)),
     "other memory": one(SOURCE, DESTINATION, 1, dataclasses.replace(DRAM, destination_kind=MemoryKind.VRAM)),
-    "lengths of another type": RawDescriptors(
+    "lengths of another type": Descriptors(
         DRAM,
         np.array([SOURCE], np.uint64),
         np.array([DESTINATION], np.uint64),
         np.ones(1, np.int64),
     ),
-    "unequal lists": RawDescriptors(DRAM, *(np.ones(n, np.uint64) for n in (2, 1, 2))),
-    "signed addresses": RawDescriptors(DRAM, *(np.ones(1, np.int64) for _ in range(3))),  # type: ignore[arg-type]
-    "two dimensions": RawDescriptors(DRAM, *(np.ones((1, 1), np.uint64) for _ in range(3))),
+    "unequal lists": Descriptors(DRAM, *(np.ones(n, np.uint64) for n in (2, 1, 2))),
+    "signed addresses": Descriptors(DRAM, *(np.ones(1, np.int64) for _ in range(3))),  # type: ignore[arg-type]
+    "two dimensions": Descriptors(DRAM, *(np.ones((1, 1), np.uint64) for _ in range(3))),
 }
 
-GOOD_ROW = (SOURCE, 1024, 64), (DESTINATION, 1024, 64)
-
-
-def prepared(rows: DescriptorTable, source: list[int], destination: list[int]) -> PreparedDescriptors:
-    return PreparedDescriptors(rows, np.array(source, np.int32), np.array(destination, np.int32))
-
-
-def rows_of(source: tuple[int, int, int], destination: tuple[int, int, int]) -> PreparedDescriptors:
-    return prepared(table(KIB, [GOOD_ROW[0], source], [GOOD_ROW[1], destination]), [0], [0])
-
-
-def rows_with(column: int, value: int) -> PreparedDescriptors:
-    """Two rows that are right but for one value in the second."""
-    both = table(KIB, [GOOD_ROW[0]] * 2, [GOOD_ROW[1]] * 2)
-    both.source[1, column] = value
-    return prepared(both, [0], [0])
-
-
-GOOD = table(KIB, [GOOD_ROW[0]], [GOOD_ROW[1]])
-BAD_PREPARED = {
-    "row past the end": rows_of((SOURCE, 1024, 65), GOOD_ROW[1]),
-    "row below its region": rows_of((SOURCE - 1024, 1024, 1), GOOD_ROW[1]),
-    "stride that leaves the region": rows_of((SOURCE, 1025, 64), GOOD_ROW[1]),
-    "stride that wraps": rows_of((SOURCE + 4096, WRAPS, 2), GOOD_ROW[1]),
-    "stride times count that wraps": rows_of((SOURCE, 1 << 34, 1 << 30), GOOD_ROW[1]),
-    "no stride": rows_of((SOURCE, 0, 2), GOOD_ROW[1]),
-    "no entries": rows_of((SOURCE, 1024, 0), GOOD_ROW[1]),
-    "more entries than int32 counts": rows_of((SOURCE, 1, 1 << 31), GOOD_ROW[1]),
-    "destination row past the end": rows_of(GOOD_ROW[0], (1024 * KIB, 1024, 65)),
-    "negative index": prepared(GOOD, [0, -1], [0, 1]),
-    "index past the table": prepared(GOOD, [0, 64], [0, 1]),
-    "destination index past the table": prepared(GOOD, [0, 1], [0, 64]),
-    "unequal indices": prepared(GOOD, [0, 1], [0]),
-    "64-bit destination indices": PreparedDescriptors(GOOD, np.zeros(1, np.int32), np.zeros(1, np.int64)),
-    "64-bit indices": PreparedDescriptors(GOOD, np.zeros(1, np.int64), np.zeros(1, np.int64)),
-    "float indices": PreparedDescriptors(GOOD, np.zeros(1), np.zeros(1)),  # type: ignore[arg-type]
-    "entries of no bytes": prepared(dataclasses.replace(GOOD, entry_bytes=0), [0], [0]),
-    "entries of another length": prepared(dataclasses.replace(GOOD, entry_bytes=512), [0], [0]),
-    "another device in the rows": prepared(
-        dataclasses.replace(GOOD, memory=dataclasses.replace(DRAM, source_device=3)), [0], [0]
-    ),
-    "rows of another shape": prepared(dataclasses.replace(GOOD, source=np.ones((1, 3), np.uint64)), [0], [0]),
-    "rows of more columns": prepared(dataclasses.replace(GOOD, source=np.hstack((GOOD.source, GOOD.source))), [0], [0]),
-    "rows of one dimension": prepared(dataclasses.replace(GOOD, source=GOOD.source[0]), [0], [0]),
-    "rows of three dimensions": prepared(dataclasses.replace(GOOD, source=GOOD.source[:, :, None]), [0], [0]),
-    "signed rows": prepared(
-        dataclasses.replace(GOOD, source=GOOD.source.astype(np.int64)),
-        [0],
-        [0],
-    ),
-    "one row of another length": rows_with(1, 512),
-    "one row of another device": rows_with(2, 3),
-    "no rows": prepared(dataclasses.replace(GOOD, source=np.ones((0, 5), np.uint64)), [0], [0]),
+HALF = 1 << 63
+LIMIT = (1 << 63) - 1
+GOOD = {
+    "source": [SOURCE, SOURCE + 64 * KIB],
+    "destination": [DESTINATION + 64 * KIB, DESTINATION],
+    "length": [1024, 512],
+    "source_offset": [0, 63 * KIB, 1024],
+    "destination_offset": [62 * KIB, 0, 4096],
+    "repeats": [1, 1, 2],
 }
 
 
-@pytest.mark.parametrize("bad", [*BAD_RAW.values(), *BAD_PREPARED.values()], ids=[*BAD_RAW, *BAD_PREPARED])
+def grid(**other: Sequence[int]) -> Descriptors:
+    """Two rows and three runs, right but for these columns."""
+    return Descriptors(DRAM, *(np.array(values, np.uint64) for values in {**GOOD, **other}.values()))
+
+
+def odd(**other: Any) -> Descriptors:
+    return dataclasses.replace(grid(), **other)
+
+
+BAD_GRIDS = {
+    "row below its region": grid(source=[SOURCE, SOURCE + 64 * KIB - 1]),
+    "row past the end": grid(source=[SOURCE, SOURCE + 64 * KIB + 513]),
+    "row over two regions that touch": grid(source=[SOURCE + 1, SOURCE + 64 * KIB]),
+    "row in the gap": grid(source=[SOURCE, 3000 * KIB]),
+    "destination row past the end": grid(destination=[DESTINATION + 64 * KIB + 1025, DESTINATION]),
+    "destination row below its region": grid(destination=[DESTINATION + 64 * KIB, DESTINATION - 1]),
+    "run past the end": grid(source_offset=[0, 64 * KIB - 1023, 1024]),
+    "run of too many blocks": grid(repeats=[1, 1, 64]),
+    "destination run past the end": grid(destination_offset=[63 * KIB + 1, 0, 4096]),
+    "no bytes in a row": grid(length=[1024, 0]),
+    "no blocks in a run": grid(repeats=[1, 0, 2]),
+    "row that wraps": grid(source=[SOURCE, WRAPS]),
+    "offset that wraps": grid(source_offset=[0, WRAPS, 1024]),
+    "offset that wraps to the region": grid(source_offset=[0, (1 << 64) - 64, 1024]),
+    "rows and offsets that wrap together": grid(source=[HALF, HALF], source_offset=[HALF + SOURCE] * 3),
+    "length times blocks that wraps": grid(length=[1 << 40, 1 << 40], repeats=[1 << 24] * 3),
+    "length times blocks beyond int64": grid(length=[1 << 40, 1], repeats=[1 << 23] * 3),
+    "offset and length that wrap": grid(source_offset=[LIMIT] * 3, length=[LIMIT, 1]),
+    "unequal rows": odd(length=np.ones(3, np.uint64)),
+    "unequal runs": odd(repeats=np.ones(2, np.uint64)),
+    "signed offsets": odd(source_offset=np.zeros(3, np.int64)),
+    "32-bit offsets": odd(destination_offset=np.zeros(3, np.uint32)),
+    "float blocks": odd(repeats=np.ones(3)),
+    "runs of two dimensions": odd(
+        source_offset=np.zeros((3, 1), np.uint64),
+        destination_offset=np.zeros((3, 1), np.uint64),
+        repeats=np.ones((3, 1), np.uint64),
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", [*BAD_RAW.values(), *BAD_GRIDS.values()], ids=[*BAD_RAW, *BAD_GRIDS])
 def test_bad_descriptors_are_refused(bad: Descriptors) -> None:
     with pytest.raises(InvalidField):
         check_descriptors(bad, HERE, THERE)
@@ -128,41 +128,87 @@ def test_bad_descriptors_are_refused(bad: Descriptors) -> None:
         one(SOURCE + 64 * KIB, DESTINATION + 64 * KIB, 64 * KIB),
         one(4096 * KIB, 1024 * KIB, 64 * KIB),
         raw([], [], []),
-        prepared(GOOD, [63, 0], [0, 63]),
-        prepared(GOOD, [], []),
-        rows_of((SOURCE, 1, 63 * KIB + 1), (DESTINATION + 63 * KIB, 1, 1)),
-        # One entry needs no stride.
-        rows_of((SOURCE, 0, 1), (DESTINATION, 0, 1)),
-        prepared(table(1, [(SOURCE, 1, 64 * KIB)], [(DESTINATION, 1, 64 * KIB)]), [0], [64 * KIB - 1]),
+        # Many are checked at once.
+        raw([SOURCE] * 40, [DESTINATION] * 40, [1] * 40),
+        grid(),
+        grid(source=[SOURCE, SOURCE + 64 * KIB + 512]),
+        grid(source=[], destination=[], length=[]),
+        grid(source_offset=[], destination_offset=[], repeats=[]),
+        grid(repeats=[1, 1, 58]),
     ],
 )
 def test_good_descriptors_pass(good: Descriptors) -> None:
     check_descriptors(good, HERE, THERE)
 
 
-def test_a_range_inside_the_larger_of_two_nested_regions_passes() -> None:
-    nested = RegionMap("x", [MemoryRegion(MemoryKind.DRAM, 0, 0, 4096), MemoryRegion(MemoryKind.DRAM, 0, 1024, 16)])
-    nested.check_ranges("x", MemoryKind.DRAM, 0, np.array([2000], np.uint64), np.array([2000], np.uint64))
+BLOCKS = BlockRows(
+    source=np.array([SOURCE, SOURCE + 1024, SOURCE + 64 * KIB], np.uint64),
+    destination=np.array([DESTINATION, DESTINATION + 512, DESTINATION + 64 * KIB], np.uint64),
+    length=np.array([512, 256, 512], np.uint64),
+    source_stride=4096,
+    destination_stride=2048,
+    source_blocks=16,
+    destination_blocks=32,
+)
 
 
-SPACE = (1 << 63) - 1
-"""Bytes of a region, more than any honest agent announces."""
+def of_blocks(**other: Any) -> Descriptors:
+    """The last two rows of three blocks, but for these fields."""
+    runs = [0, 15 * 4096, 4096], [31 * 2048, 0, 2048], [1, 1, 1]
+    rows = BLOCKS.source[1:], BLOCKS.destination[1:], BLOCKS.length[1:]
+    made = Descriptors(DRAM, *rows, *(np.array(run, np.uint64) for run in runs), blocks=BLOCKS, first_row=1)
+    return dataclasses.replace(made, **other)
+
+
+def test_rows_of_single_blocks_pass() -> None:
+    check_blocks(of_blocks(), BLOCKS)
+    check_descriptors(BLOCKS.whole(DRAM), HERE, THERE)
 
 
 @pytest.mark.parametrize(
-    ("counts", "good"),
+    "other",
     [
-        ([1 << 30, (1 << 30) - 1], True),
-        ([1 << 30, 1 << 30], False),
-        # Their sum is 1 in 64 bits.
-        ([*[1 << 62] * 4, 1], False),
+        {"first_row": 0},
+        {"first_row": 2},
+        {"first_row": -2},
+        {"source": BLOCKS.source[:2]},
+        {"destination": BLOCKS.destination[1:] + np.uint64(1)},
+        {"length": BLOCKS.length[1:] + np.uint64(1)},
+        {"source_offset": np.array([0, 16 * 4096, 0], np.uint64)},
+        {"source_offset": np.array([0, 4095, 0], np.uint64)},
+        {"destination_offset": np.array([0, 32 * 2048, 0], np.uint64)},
+        {"destination_offset": np.array([1, 0, 0], np.uint64)},
+        {"repeats": np.array([1, 2, 1], np.uint64)},
     ],
+    ids=lambda other: f"{next(iter(other))}={next(iter(other.values()))}",
 )
-def test_table_entries_are_counted_in_32_bits(counts: list[int], good: bool) -> None:
-    everywhere = RegionMap("everywhere", [MemoryRegion(MemoryKind.DRAM, 0, 0, SPACE)])
-    rows = table(1, [(0, 1, count) for count in counts], [(0, 1, count) for count in counts])
-    with contextlib.nullcontext() if good else pytest.raises(InvalidField, match="count"):
-        check_descriptors(prepared(rows, [0], [0]), everywhere, everywhere)
+def test_other_descriptors_than_rows_of_single_blocks_are_refused(other: dict[str, Any]) -> None:
+    """Their indices would be those of other rows, or of no row."""
+    with pytest.raises(InvalidField, match="rows of single blocks"):
+        check_blocks(of_blocks(**other), BLOCKS)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"source_blocks": 17},
+        {"destination_blocks": 33},
+        {"source_stride": 4352},
+        {"source_stride": WRAPS, "source_blocks": 2},
+        {"destination_stride": 1 << 62, "destination_blocks": 4},
+        {"length": np.array([512, 256, 0], np.uint64)},
+        {"length": np.array([512, 256, 8192], np.uint64)},
+    ],
+    ids=str,
+)
+def test_blocks_outside_regions_are_refused(other: dict[str, Any]) -> None:
+    with pytest.raises(InvalidField):
+        check_descriptors(dataclasses.replace(BLOCKS, **other).whole(DRAM), HERE, THERE)
+
+
+def test_a_range_inside_the_larger_of_two_nested_regions_passes() -> None:
+    nested = RegionMap("x", [MemoryRegion(MemoryKind.DRAM, 0, 0, 4096), MemoryRegion(MemoryKind.DRAM, 0, 1024, 16)])
+    nested.check_ranges("x", MemoryKind.DRAM, 0, np.array([2000], np.uint64), np.array([2000], np.uint64))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -213,11 +259,13 @@ def test_a_refused_transfer_posts_nothing(
 def test_the_reading_agent_itself_refuses_as_well(ucx_tls: str, source: Source, memory: Memory) -> None:
     agent = ReadingAgent(f"last-line-{ucx_tls}", [memory.region], NixlOptions(ucx_tls=ucx_tls))
     agent.add_peer(source.info)
-    wrapping = table(64, [(source.base + 4096, WRAPS, 2)], [(memory.base, 64, 2)])
+    runs = [0, WRAPS], [0, 64], [1, 1]
+    columns = (np.array(column, np.uint64) for column in ([source.base + 4096], [memory.base], [64], *runs))
     for bad in (
         raw([source.base], [memory.base], [WRAPS]),
         raw([source.base - 64], [memory.base], [64]),
-        PreparedDescriptors(wrapping, np.zeros(1, np.int32), np.zeros(1, np.int32)),
+        Descriptors(DRAM, *columns),
+        past_the_memory(source, memory),
     ):
         with pytest.raises(InvalidField):
             agent.make(source.name, bad)
@@ -225,6 +273,13 @@ def test_the_reading_agent_itself_refuses_as_well(ucx_tls: str, source: Source, 
     assert agent.destroy()
     assert memory.untouched()
     assert source.alive()
+
+
+def past_the_memory(source: Source, memory: Memory) -> Descriptors:
+    """The first block of rows whose last block lies outside the memory."""
+    there, here, length = (np.array([value], np.uint64) for value in (source.base, memory.base, 64))
+    blocks = BlockRows(there, here, length, 64, 64, source.size // 64 + 1, 2)
+    return Descriptors(DRAM, blocks.source, blocks.destination, blocks.length, *ONE_RUN, blocks=blocks)
 
 
 def damaged(info: AgentInfo) -> dict[str, AgentInfo]:

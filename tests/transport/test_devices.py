@@ -24,7 +24,7 @@ from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.transport import Transport
 from kvferry.errors import InvalidField
 from kvferry.geometry import MemoryKind, MemoryRegion
-from kvferry.planner.descriptors import MemoryPair, RawDescriptors
+from kvferry.planner.descriptors import Descriptors, MemoryPair
 from kvferry.testing._memory import Agent, Process, Wire
 from tests.transport.sources import raw_part
 
@@ -120,7 +120,7 @@ def test_ranks_use_a_device_each(devices: Devices) -> None:
         source = (rank + 1) % RANKS
         pair = MemoryPair(MemoryKind.VRAM, source, MemoryKind.VRAM, rank)
         here, there = (np.array([regions[each].base], np.uint64) for each in (rank, source))
-        raw = RawDescriptors(pair, there, here + np.uint64(SIZE), np.array([SIZE], np.uint64))
+        raw = Descriptors(pair, there, here + np.uint64(SIZE), np.array([SIZE], np.uint64))
         transfer = transports[rank].start([raw_part(serving[source].info, (raw,))], deadline=None, label=str(rank))
         assert transfer.wait(30)
         assert transfer.error is None

@@ -9,10 +9,11 @@ import pytest
 
 from kvferry._clock import now
 from kvferry._transport import nixl_binding
+from kvferry._transport.nixl_agent import ReadHandle, ReadingAgent
 from kvferry._transport.transport import Transfer, TransferState, Transport
-from kvferry.planner.descriptors import PreparedDescriptors
+from kvferry.planner.descriptors import BlockRows, Descriptors
 from tests.transport.conftest import MakeSource, MakeTransport
-from tests.transport.sources import SOON, Memory, Source, raw_part, table
+from tests.transport.sources import DRAM, SOON, Memory, Source, raw_part
 from tests.transport.transfers import until
 
 BLOCK = 4096
@@ -53,29 +54,50 @@ def test_a_descriptor_longer_than_a_chunk_is_divided(
     assert memory.right()
 
 
-def test_prepared_descriptors_follow_the_strides_of_their_rows(
-    ucx_tls: str, source: Source, memory: Memory, transport: MakeTransport
+@pytest.mark.parametrize("prepared", [False, True])
+def test_rows_and_runs_are_read(
+    ucx_tls: str,
+    source: Source,
+    memory: Memory,
+    transport: MakeTransport,
+    monkeypatch: pytest.MonkeyPatch,
+    prepared: bool,
 ) -> None:
     # Two planes on each side, interleaved at the source (stride of two blocks), apart at the destination.
-    count = 512
-    mine = [(memory.base + plane * (8 << 20) + 64, BLOCK, count) for plane in range(2)]
-    theirs = [(source.base + plane * BLOCK, 2 * BLOCK, count) for plane in range(2)]
-    rows = table(BLOCK, theirs, mine)
+    count, made, make = 512, list[int](), ReadingAgent._make_prepared
+
+    def noted(agent: ReadingAgent, peer: str, descriptors: Descriptors, blocks: BlockRows) -> ReadHandle:
+        made.append(descriptors.count)
+        return make(agent, peer, descriptors, blocks)
+
+    monkeypatch.setattr(ReadingAgent, "_make_prepared", noted)
     random = np.random.default_rng(11)
     ids, own = random.permutation(count)[:100], random.permutation(count)[:100]
-    for plane in range(2):
+    lengths = BLOCK, BLOCK // 2
+    for plane, length in enumerate(lengths):
         for block, own_block in zip(ids.tolist(), own.tolist(), strict=True):
             begin, own_begin = (2 * block + plane) * BLOCK, plane * (8 << 20) + 64 + own_block * BLOCK
-            memory.expected[own_begin : own_begin + BLOCK] = source.bytes[begin : begin + BLOCK]
-    flat = [np.concatenate([some, count + some]).astype(np.int32) for some in (ids, own)]
+            memory.expected[own_begin : own_begin + length] = source.bytes[begin : begin + length]
+    rows = BlockRows(
+        source=np.array([source.base, source.base + BLOCK], np.uint64),
+        destination=np.array([memory.base + 64, memory.base + 64 + (8 << 20)], np.uint64),
+        length=np.array(lengths, np.uint64),
+        source_stride=2 * BLOCK,
+        destination_stride=BLOCK,
+        source_blocks=count,
+        destination_blocks=count,
+    )
+    runs = ((some * stride).astype(np.uint64) for some, stride in ((ids, 2 * BLOCK), (own, BLOCK), (ids * 0 + 1, 1)))
+    of = rows if prepared else None
+    some = Descriptors(DRAM, rows.source, rows.destination, rows.length, *runs, blocks=of)
     read = transport(ucx_tls, chunk_bytes=16 * BLOCK)
-    # Twice, because the second time the table is prepared already.
+    # Twice, because the second time the lists are prepared already.
     for _ in range(2):
-        prepared = PreparedDescriptors(rows, flat[0], flat[1])
-        transfer = read.start([raw_part(source.info, [prepared])], deadline=now() + SOON, label="prepared")
+        transfer = read.start([raw_part(source.info, [some])], deadline=now() + SOON, label="rows and runs")
         assert ended(transfer) is TransferState.DONE
         assert memory.right()
         memory.bytes[:] = 0xA5
+    assert sum(made) == (2 * some.count if prepared else 0)
 
 
 def test_a_transfer_reads_from_several_sources(

@@ -19,8 +19,7 @@ import pytest
 from kvferry._clock import now
 from kvferry._memory.access import StagingSpace
 from kvferry._memory.host import HostAccess
-from kvferry._transport.agents import Agents as NixlAgents
-from kvferry._transport.nixl_agent import NixlError
+from kvferry._transport.nixl_agent import MakeReadingAgent, NixlError
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.reading_thread import ReadingThread
 from kvferry._transport.staging_pool import StagingOptions, StagingPool
@@ -371,8 +370,8 @@ def staged_part(world: World, source: Source, memory: Memory) -> TransferPart:
 def test_a_read_that_waits_for_the_slots_of_broken_peers_moves_on(world: World) -> None:
     """Only the end of the retired agent gives such slots back, and the agent ends when it has nothing to do (R10)."""
     memory, source = Memory(1 << 20), local_source()
-    one_slot, agents = StagingOptions(slot_bytes=16384, slots=1), cast(NixlAgents, world.agents)
-    read = Transport([memory.region], NixlOptions(), agents=agents, staging=one_slot, clock=world.clock)
+    one_slot, reading = StagingOptions(slot_bytes=16384, slots=1), cast(MakeReadingAgent, world.agents.reading)
+    read = Transport([memory.region], NixlOptions(), reading=reading, staging=one_slot, clock=world.clock)
     world.transports.append(read)
     peer, planned = staged_part(world, source, memory)
     world.agents.state["broken"] = MOVING
@@ -389,11 +388,9 @@ def test_a_read_that_waits_for_the_slots_of_broken_peers_moves_on(world: World) 
 
 def test_rows_go_through_staging_memory_of_the_configured_size(world: World) -> None:
     memory, source = Memory(1 << 20), local_source()
-    options = NixlOptions()
+    reading = cast(MakeReadingAgent, world.agents.reading)
     with_slots = StagingOptions(slot_bytes=16384, slots=3)
-    read = Transport(
-        [memory.region], options, agents=cast(NixlAgents, world.agents), staging=with_slots, clock=world.clock
-    )
+    read = Transport([memory.region], NixlOptions(), reading=reading, staging=with_slots, clock=world.clock)
     world.transports.append(read)
     pool = read.pool(MemoryKind.DRAM, 0)
     assert read.pool(MemoryKind.DRAM, 0) is pool
@@ -588,7 +585,7 @@ def test_the_owner_of_the_memory_is_kept_while_an_agent_may_write_to_it(world: W
     read = Transport(
         [world.memory.region],
         NixlOptions(chunk_bytes=CHUNK),
-        agents=cast(NixlAgents, world.agents),
+        reading=cast(MakeReadingAgent, world.agents.reading),
         keep=owner,
         clock=world.clock,
     )

@@ -16,7 +16,7 @@ from kvferry._transport.transport import Transfer, TransferState
 from kvferry.errors import InvalidField, TransferFailed
 from kvferry.geometry import Blocks, EngineGeometry, RankGeometry
 from kvferry.planner import Path, PathRule, plan_read
-from kvferry.planner.descriptors import Descriptors, RawDescriptors
+from kvferry.planner.descriptors import Descriptors
 from kvferry.planner.footprint import Footprint
 from tests.transport.conftest import MakeSource, MakeTransport
 from tests.transport.sources import SOON, Memory, Source
@@ -142,7 +142,6 @@ def test_descriptors_of_other_blocks_than_the_plans_are_refused_before_anything_
     plan = plan_read(sides[0], sides[1], 0, rule=PathRule(Path.DIRECT))
     (planned,) = plan.expand({"full": Blocks([1, 5, 9])}, {"full": Blocks([2, 4, 6])}).sources
     (raw,) = planned.descriptors
-    assert isinstance(raw, RawDescriptors)
     moved = raw.source.copy()
     moved[1] += np.uint64(BLOCK_BYTES)
     read = transport()
@@ -192,7 +191,6 @@ def test_descriptors_too_many_to_check_at_once_are_checked_before_they_are_poste
     assert checking
     assert threading.current_thread().name not in checking
     (raw,) = planned.descriptors
-    assert isinstance(raw, RawDescriptors)
     moved = raw.source.copy()
     moved[-1] += np.uint64(BLOCK_BYTES)
     last = int(raw.destination[-1]) - memory.base

@@ -21,6 +21,7 @@ from kvferry.errors import TransferExpired, TransferFailed
 from kvferry.geometry import MemoryKind
 from kvferry.planner import Costs
 from kvferry.planner.staged_read import Copy
+from tests.support.simulated_memories import addresses
 from tests.support.waiting import until as wait_for
 from tests.transport.conftest import MakeSource
 from tests.transport.sources import SOON, Memory, Source
@@ -176,13 +177,10 @@ def test_measuring_writes_to_no_memory_but_the_slots_that_it_has(
 
     def copy(_: HostAccess, copies: Iterable[Copy]) -> None:
         for one in copies:
-            for address, stride, places, axis in (
-                (one.source, one.source_stride, one.places, 1),
-                (one.destination, one.destination_stride, one.ids, 2),
-            ):
-                length = sum((along[0] - 1) * along[axis] for along in one.axes) + one.cell
-                starts = [address - begin + place * stride for place in places.tolist()]
-                touched.extend((start, start + length - 1) for start in starts)
+            for cells, places in ((one.source, one.places), (one.destination, one.ids)):
+                for place in places.tolist():
+                    found = [address - begin for address in addresses(cells, place)]
+                    touched.append((min(found), max(found) + cells.size - 1))
 
     monkeypatch.setattr(HostAccess, "copy", copy)
     measure(read, source.info, pool, now() + SOON)

@@ -26,8 +26,8 @@ from kvferry._transport.transport import TransferPart
 from kvferry.errors import InvalidField, TransferFailed
 from kvferry.geometry import MemoryKind
 from kvferry.planner import Path
-from kvferry.planner.descriptors import RawDescriptors
 from kvferry.planner.staged_read import Copy, StagedRead
+from tests.support.simulated_memories import copies
 from tests.transport.sources import DRAM, Memory, local_source
 from tests.transport.staged_parts import BLOCK_BYTES, BLOCKS, LAYERS, part, some
 
@@ -48,12 +48,9 @@ def staged_share(pool: StagingPool, of: TransferPart, name: str = "", *, deadlin
 def read(chunk: Chunk) -> None:
     """Read as NIXL does."""
     descriptors = chunk.descriptors
-    assert isinstance(descriptors, RawDescriptors)
     assert descriptors.memory == DRAM
-    for source, destination, length in zip(
-        descriptors.source, descriptors.destination, descriptors.length, strict=True
-    ):
-        ctypes.memmove(int(destination), int(source), int(length))
+    for source, destination, length in copies(descriptors):
+        ctypes.memmove(destination, source, length)
 
 
 @dataclass
@@ -85,8 +82,7 @@ class Readers:
                 share.step_back()
                 self.asleep.discard(number)
         elif chunk.owner.begin():
-            assert isinstance(chunk.descriptors, RawDescriptors)
-            at = int(chunk.descriptors.destination[0]) - self.pool.space.region.base
+            at = int(chunk.descriptors.one_by_one().destination[0]) - self.pool.space.region.base
             slot = at // SLOT
             for _, other, taken in self.flying:
                 assert other.owner is chunk.owner or taken != slot, "a slot has two writers"
@@ -269,9 +265,8 @@ def test_batches_are_checked_before_they_are_read() -> None:
 
     def read_all() -> None:
         while chunk := share.next(OPTIONS):
-            assert isinstance(chunk.descriptors, RawDescriptors)
-            ends = chunk.descriptors.source + chunk.descriptors.length
-            assert not ((chunk.descriptors.source <= stranger) & (stranger < ends)).any()
+            rows = chunk.descriptors.one_by_one()
+            assert not ((rows.source <= stranger) & (stranger < rows.source + rows.length)).any()
             assert chunk.owner.begin()
             chunk.owner.landed(chunk.descriptors.total_bytes)
 

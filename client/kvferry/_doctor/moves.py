@@ -91,7 +91,7 @@ def _measure() -> tuple[float, float, int]:
     from kvferry._transport.nixl_agent import NixlOptions, ReadingAgent
     from kvferry.geometry.plane import MemoryKind
     from kvferry.host_memory import HostMemory
-    from kvferry.planner.descriptors import MemoryPair, RawDescriptors
+    from kvferry.planner.descriptors import Descriptors, MemoryPair
 
     command = python("from kvferry._doctor.moves import serve; serve()")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as source:
@@ -106,7 +106,7 @@ def _measure() -> tuple[float, float, int]:
             _seconds(agent.warm_up(info.name))
             kinds = MemoryPair(MemoryKind.DRAM, 0, MemoryKind.DRAM, 0)
             one = [np.array([value], np.uint64) for value in (info.regions[0].base, memory.region.base, SIZE)]
-            reads = [_seconds(agent.make(info.name, RawDescriptors(kinds, *one))) for _ in range(ROUNDS)]
+            reads = [_seconds(agent.make(info.name, Descriptors(kinds, *one))) for _ in range(ROUNDS)]
             if not (memory.array[:: 1 << 20] == 7).all():
                 raise ConnectionError("the bytes that arrived are not those of the source")
             copies = []

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -41,13 +40,6 @@ PAUSE_FIRST, PAUSE_LAST = 0.002, 0.1
 """Shortest and longest seconds between two calls for sums that the home does not have yet."""
 
 
-class LeaseName(Protocol):
-    """A lease, of which only the id is needed."""
-
-    @property
-    def lease_id(self) -> bytes: ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrived:
     """A read whose bytes have all arrived. For `granted`, `blocks` and `tokens` see `ReadPlan.expand`. The comparison
@@ -55,7 +47,7 @@ class Arrived:
     """
 
     home: Control
-    lease: LeaseName
+    lease_id: bytes
     publication: int
     plan: ReadPlan
     granted: Mapping[str, Blocks]
@@ -170,12 +162,12 @@ class Verifier:
     async def _sums_of(self, read: Arrived, rank: int, tasks: list[_Task], give_up: float) -> dict[str, list[_Page]]:
         """Fetch the sums of one source rank, by plane; returns those that the home has until `give_up`."""
         found: dict[str, list[_Page]] = {}
-        if not read.lease.lease_id:
+        if not read.lease_id:
             # A read from a hint: its publication announced no sums.
             return found
         backoff = Backoff(PAUSE_FIRST, PAUSE_LAST)
         requests = [
-            pb.ReadChecksumsRequest(reader=self._reader, lease_id=read.lease.lease_id, queries=queries)
+            pb.ReadChecksumsRequest(reader=self._reader, lease_id=read.lease_id, queries=queries)
             for queries in _packed(rank, tasks)
         ]
         while requests:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from kvferry.geometry.blocks import AnyIds
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import Interval, Plane
 from kvferry.planner.checksum import Sums
+from kvferry.planner.rows import Cells
 from kvferry.planner.staged_read import Copy
 from kvferry.planner.token_line import AlikeBlocks
 
@@ -46,32 +47,6 @@ class StagingSpace:
 
     def copy(self, copies: Iterable[Copy]) -> None:
         self.memory.copy(copies)
-
-
-class Cells(NamedTuple):
-    """A strided array of cells of `size` contiguous bytes each; strides are in bytes."""
-
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    size: int
-
-    @property
-    def length(self) -> int:
-        """Bytes from the first cell to the end of the last, holes included."""
-        return sum((count - 1) * stride for count, stride in zip(self.shape, self.strides, strict=True)) + self.size
-
-
-def copy_cells(copy: Copy) -> tuple[Cells, Cells]:
-    """The cells that a copy reads, from place 0 to its last place, ``[places, *axes]``; and the cells that the copy
-    writes, from block 0 to its highest block, ``[blocks, *axes]``."""
-    counts = tuple(count for count, _, _ in copy.axes)
-    strides = (copy.source_stride, *(stride for _, stride, _ in copy.axes))
-    own_strides = (copy.destination_stride, *(stride for _, _, stride in copy.axes))
-    return (
-        Cells(copy.source, (int(copy.places[-1]) + 1, *counts), strides, copy.cell),
-        Cells(copy.destination, (int(copy.ids.max()) + 1, *counts), own_strides, copy.cell),
-    )
 
 
 def selection(indices: AnyIds) -> slice | AnyIds:

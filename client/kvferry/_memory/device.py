@@ -29,13 +29,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry._memory.access import Cells, StagingSpace, StillCopying, block_cells, bytes_per_unit, copy_cells, selection
+from kvferry._memory.access import StagingSpace, StillCopying, block_cells, bytes_per_unit, selection
 from kvferry._memory.current_device import ignore_captures
 from kvferry._memory.usable import check_stable
 from kvferry.errors import InvalidField, TransferFailed
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import Interval, MemoryKind, Plane
 from kvferry.planner.checksum import Sums, padded, start, weights
+from kvferry.planner.rows import Cells
 from kvferry.planner.staged_read import Copy
 from kvferry.planner.token_line import AlikeBlocks
 
@@ -119,10 +120,10 @@ class DeviceAccess:
             self._storages[address] = storage
 
     def _copy(self, copy: Copy, queue: _Queue) -> None:
-        source, destination = copy_cells(copy)
+        source, destination = copy.source, copy.destination
         there, here = self._storage_of(source), self._storage_of(destination)
         # Both sides are copied in words of one size: the widest that divides all their steps and addresses.
-        steps = [copy.cell, *source.strides, *destination.strides]
+        steps = [source.size, *source.strides, *destination.strides]
         steps += [source.address, there.data_ptr(), destination.address, here.data_ptr()]
         words = {8: self._torch.int64, 4: self._torch.int32, 2: self._torch.int16, 1: self._torch.uint8}
         size = next(size for size in words if not any(step % size for step in steps))

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry._memory.access import Cells, StagingSpace, block_cells, bytes_per_unit, copy_cells, selection
+from kvferry._memory.access import StagingSpace, block_cells, bytes_per_unit, selection
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import Interval, MemoryKind, Plane
 from kvferry.planner.checksum import Sums, padded, sums_of
+from kvferry.planner.rows import Cells
 from kvferry.planner.staged_read import Copy
 from kvferry.planner.token_line import AlikeBlocks
 
@@ -35,8 +36,7 @@ class HostAccess:
 
     def copy(self, copies: Iterable[Copy]) -> None:
         for copy in copies:
-            source, destination = map(_view, copy_cells(copy))
-            destination[copy.ids] = source[selection(copy.places)]
+            _view(copy.destination)[copy.ids] = _view(copy.source)[selection(copy.places)]
 
     def sums(self, plane: Plane, units: Interval, blocks: AlikeBlocks) -> Sums:
         length = bytes_per_unit(plane, blocks)

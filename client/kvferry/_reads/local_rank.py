@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from kvferry._engine_spec import EngineSpec
 from kvferry._memory.declared import Declared, memory_of
 from kvferry._memory.rank_memory import RankMemory
-from kvferry._transport.agents import Agents
-from kvferry._transport.nixl_agent import ServingAgent
+from kvferry._transport.nixl_agent import ReadingAgent, ServingAgent
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._transport.transport import Transport
@@ -53,7 +54,7 @@ class LocalRank:
         rank: RankGeometry,
         owned: OwnedMemory,
         *,
-        agents: Agents,
+        binding: Any,
         options: NixlOptions,
         staging: StagingOptions,
         serve: bool,
@@ -73,9 +74,15 @@ class LocalRank:
         self.memory = RankMemory(owned.tensors)
         if serve:
             name = agent_name(self.agent_key, spec.engine_id, rank.rank)
-            self.agent = agents.serving(name, owned.regions, options)
+            self.agent = ServingAgent(name, owned.regions, options, binding)
         self.transport = Transport(
-            owned.regions, options, agents=agents, staging=staging, memory=self.memory, keep=owned.keep, clock=clock
+            owned.regions,
+            options,
+            reading=partial(ReadingAgent, binding=binding),
+            staging=staging,
+            memory=self.memory,
+            keep=owned.keep,
+            clock=clock,
         )
 
     def check_open(self) -> None:

@@ -250,7 +250,7 @@ class RankRead:
         order = self.order
         return Arrived(
             home=order.home,
-            lease=order.lease,
+            lease_id=order.lease.lease_id,
             publication=order.publication,
             plan=plan,
             granted={} if self.parts is None else self.parts.granted,

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from kvferry._clock import from_duration, now
 from kvferry._control.batches import SENT_BYTES, check_size
@@ -28,7 +29,6 @@ from kvferry._reads.meters import ReadMeter, ShareMeter
 from kvferry._reads.rank_reads import RankReads
 from kvferry._reads.source_engines import SourceEngine, SourceEngines, whole_engine
 from kvferry._threads import settle
-from kvferry._transport.agents import Agents
 from kvferry._transport.calibration import measure
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
@@ -58,7 +58,7 @@ class ClientRuntime:
     loop: Loop
     homes: Homes
     renewals: Renewals
-    agents: Agents
+    binding: Any
     options: NixlOptions
     staging: StagingOptions
     integrity: IntegrityOptions

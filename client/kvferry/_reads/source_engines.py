@@ -47,9 +47,6 @@ connect to a dead rank would cost a read seconds."""
 PEER_IDLE = 600.0
 """Seconds without a read after which an engine is dropped; the next read does a new handshake."""
 
-PARTS_KEPT = 256
-"""Number of parts of a plan that are kept: more than a large model has layers."""
-
 REFERENCE_GONE = (WrongKey, PublicationStale, PublicationReleased)
 """Errors with which a home rejects a reference for good."""
 
@@ -62,18 +59,10 @@ class SourceEngine:
     geometry: EngineGeometry
     agents: dict[int, AgentInfo]
     plan: ReadPlan
-    _parts: dict[frozenset[str], ReadPlan] = field(default_factory=dict)
 
     def plan_of(self, layers: frozenset[str] | None) -> ReadPlan:
-        """Return the plan, or its part for these layers. Parts are cached."""
-        if layers is None:
-            return self.plan
-        part = self._parts.get(layers)
-        if part is None:
-            if len(self._parts) >= PARTS_KEPT:
-                self._parts.clear()
-            part = self._parts[layers] = self.plan.only(lambda plane: plane.layer in layers)
-        return part
+        """Return the plan, or its part for these layers."""
+        return self.plan if layers is None else self.plan.of_layers(layers)
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvferry.errors import BadAgentMetadata, InvalidField
 from kvferry.geometry.model import AgentInfo, MemoryRegion
 from kvferry.geometry.plane import ADDRESS_LIMIT, MemoryKind
-from kvferry.planner.descriptors import Addresses, Descriptors, DescriptorTable, PreparedDescriptors, RawDescriptors
+from kvferry.planner.descriptors import Addresses, BlockRows, Descriptors
 
 METADATA_LIMIT = 16 << 20
 """Bytes of agent metadata. A region takes 44 on CPU, some hundreds with RDMA keys; the connection takes 335."""
@@ -34,9 +34,6 @@ memory again."""
 
 # The methods of arrays find these functions through Python, which takes longer than the search of a short array.
 _least, _most = np.minimum.reduce, np.maximum.reduce
-
-INDEX_LIMIT = 1 << 31
-"""NIXL takes int32 indices, and truncates larger ones silently."""
 
 
 class RegionMap:
@@ -84,21 +81,6 @@ class RegionMap:
             for begin, count in zip(address.tolist(), length.tolist(), strict=True)
         )
 
-    def check_rows(self, field: str, kind: MemoryKind, device: int, rows: Addresses) -> None:
-        """Raise `InvalidField` unless all entries of each strided row lie inside one region."""
-        address, length, devices, stride, count = (rows[:, column] for column in range(5))
-        if bool((devices != device).any()):
-            raise InvalidField(f"{field} device", sorted(set(devices.tolist())), str(device))
-        self.check_ranges(field, kind, device, address, length)
-        if int(count.min()) < 1 or int(count.max()) >= INDEX_LIMIT or int(count.sum()) >= INDEX_LIMIT:
-            raise InvalidField(f"{field} count", int(count.sum()), "at least 1 in every row, below 2**31 in all")
-        several = count > 1
-        if bool((several & (stride < 1)).any()):
-            raise InvalidField(f"{field} stride", 0, "at least 1")
-        # Divided instead of multiplied: (count - 1) * stride could wrap.
-        room = self._ends_at(field, kind, device, address) - address - length
-        self._refuse(field, several & (room // np.maximum(stride, 1) < count - 1), address, length)
-
     def _ends_at(self, field: str, kind: MemoryKind, device: int, address: Addresses) -> Addresses:
         """For each address the end of the region in which it lies; 0 if it lies in none."""
         if (kind, device) not in self._ranges:
@@ -120,49 +102,47 @@ class RegionMap:
 
 
 def check_descriptors(descriptors: Descriptors, local: RegionMap, remote: RegionMap) -> None:
-    """Raise `InvalidField` unless every descriptor lies inside a region on both sides."""
-    if isinstance(descriptors, PreparedDescriptors):
-        check_table(descriptors.table, local, remote)
-        check_indices(descriptors)
-    else:
-        check_raw(descriptors, local, remote)
-
-
-def check_raw(raw: RawDescriptors, local: RegionMap, remote: RegionMap) -> None:
-    """`check_descriptors` for descriptors by address. An empty list passes."""
-    _check_arrays("descriptors", np.uint64, raw.source, raw.destination, raw.length)
-    if raw.count == 0:
+    """Raise `InvalidField` unless every descriptor lies inside a region on both sides. An empty list passes."""
+    _check_arrays("descriptors", descriptors.source, descriptors.destination, descriptors.length)
+    if not descriptors.plain:
+        _check_arrays("runs", descriptors.source_offset, descriptors.destination_offset, descriptors.repeats)
+    if descriptors.count == 0:
         return
-    memory = raw.memory
-    remote.check_ranges("source", memory.source_kind, memory.source_device, raw.source, raw.length)
-    local.check_ranges("destination", memory.destination_kind, memory.destination_device, raw.destination, raw.length)
+    sides = (descriptors.source, descriptors.source_offset), (descriptors.destination, descriptors.destination_offset)
+    spaces = zip(("source", "destination"), (remote, local), descriptors.memory.spaces, sides, strict=True)
+    for field, regions, (kind, device), (row, offset) in spaces:
+        regions.check_ranges(field, kind, device, *_ranges(field, row, offset, descriptors))
 
 
-def check_table(table: DescriptorTable, local: RegionMap, remote: RegionMap) -> None:
-    """`check_descriptors` for the rows of a table."""
-    for field, rows in (("source rows", table.source), ("destination rows", table.destination)):
-        if rows.dtype != np.uint64 or rows.ndim != 2 or rows.shape[1] != 5 or not len(rows):
-            raise InvalidField(field, f"{rows.dtype}{list(rows.shape)}", "uint64[rows, 5], not empty")
-        if table.entry_bytes < 1 or bool((rows[:, 1] != table.entry_bytes).any()):
-            raise InvalidField(f"{field} length", rows[:, 1].max(), f"entry_bytes, {table.entry_bytes}, in every row")
-    memory = table.memory
-    remote.check_rows("source rows", memory.source_kind, memory.source_device, table.source)
-    local.check_rows("destination rows", memory.destination_kind, memory.destination_device, table.destination)
+def _ranges(field: str, row: Addresses, offset: Addresses, of: Descriptors) -> tuple[Addresses, Addresses]:
+    """For each row, the range in which all its runs lie: address and length."""
+    if of.plain:
+        return row, of.length
+    low, highest, most = int(_least(offset)), int(_most(row)), int(_most(of.length)) * int(_most(of.repeats))
+    if min(int(_least(of.length)), int(_least(of.repeats))) < 1:
+        raise InvalidField(f"{field} length", 0, "at least 1")
+    if max(highest, int(_most(offset)) + most) >= ADDRESS_LIMIT:
+        raise InvalidField(f"{field} address", hex(max(highest, int(_most(offset)) + most)), "below 2**63")
+    # All numbers are below 2**63: no sum of two wraps.
+    lengths = np.unique(of.length)
+    reach = [_most(offset + length * of.repeats) for length in lengths]
+    ends = np.array(reach, np.uint64)[np.searchsorted(lengths, of.length)]
+    return row + np.uint64(low), ends - np.uint64(low)
 
 
-def check_indices(prepared: PreparedDescriptors) -> None:
-    """Raise `InvalidField` unless every index is within its table. An empty list passes."""
-    _check_arrays("indices", np.int32, prepared.source, prepared.destination)
-    if prepared.count == 0:
-        return
-    for field, indices, rows in (
-        ("source index", prepared.source, prepared.table.source),
-        ("destination index", prepared.destination, prepared.table.destination),
-    ):
-        size = int(rows[:, 4].sum())
-        low, high = int(indices.min()), int(indices.max())
-        if low < 0 or high >= size:
-            raise InvalidField(field, low if low < 0 else high, f"0 to {size - 1}")
+def check_blocks(descriptors: Descriptors, blocks: BlockRows) -> None:
+    """Raise `InvalidField` unless the descriptors are rows of `blocks`, each of a single block, for indices into lists
+    of all blocks. They lie inside regions if the first and the last block do (`BlockRows.whole`)."""
+    first = descriptors.first_row
+    rows = slice(first, first + len(descriptors.length))
+    right = first >= 0 and bool((descriptors.repeats == 1).all())
+    for name in ("source", "destination", "length"):
+        right = right and np.array_equal(getattr(descriptors, name), getattr(blocks, name)[rows])
+    for name in ("source", "destination"):
+        block, rest = np.divmod(getattr(descriptors, f"{name}_offset"), np.uint64(getattr(blocks, f"{name}_stride")))
+        right = right and not rest.any() and int(_most(block)) < getattr(blocks, f"{name}_blocks")
+    if not right:
+        raise InvalidField("descriptors", f"{descriptors.count} from row {first} on", "rows of single blocks")
 
 
 def check_agent(agent: AgentInfo) -> None:
@@ -193,8 +173,8 @@ def _header(name: str) -> bytes:
     return METADATA_HEADER + len(encoded).to_bytes(8, sys.byteorder) + encoded
 
 
-def _check_arrays(field: str, dtype: type[np.generic], *arrays: npt.NDArray[np.generic]) -> None:
+def _check_arrays(field: str, *arrays: Addresses) -> None:
     shapes = {array.shape for array in arrays}
-    if any(array.dtype != dtype or array.ndim != 1 for array in arrays) or len(shapes) != 1:
+    if any(array.dtype != np.uint64 or array.ndim != 1 for array in arrays) or len(shapes) != 1:
         found = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
-        raise InvalidField(field, found, f"{dtype.__name__} arrays of one length")
+        raise InvalidField(field, found, "uint64 arrays of one length")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
+from math import prod
 
 import numpy as np
 
@@ -22,11 +23,12 @@ from kvferry._transport.staging_pool import StagingPool
 from kvferry._transport.transport import Transfer, Transport
 from kvferry.geometry.blocks import Blocks
 from kvferry.geometry.model import EngineGeometry, Group, MemoryRegion, RankGeometry
-from kvferry.geometry.plane import Interval, Plane
-from kvferry.planner.expansion import SourceDescriptors
+from kvferry.geometry.plane import Interval
+from kvferry.geometry.tensors import Holding, TensorView, planes_of_tensor
+from kvferry.planner.expansion import Expansion, SourceDescriptors
 from kvferry.planner.path_choice import Costs, Path, PathRule
 from kvferry.planner.plan import plan_read
-from kvferry.planner.rows import Int64s
+from kvferry.planner.rows import Cells, Int64s
 from kvferry.planner.staged_read import Copy
 
 logger = Log(__name__)
@@ -103,8 +105,8 @@ class _Reads:
 
     They read `units` of the units of each block from `region` into `space`, in pieces of `run` bytes: from `size` bytes
     of blocks, `shares` times `SHARE`, or one block if `shares` is 0. `block` and `place` are the bytes of a block at
-    the source and at the destination. `descriptors`, `bytes` (into blocks), `staged_bytes` (into staging memory) and
-    `runs` (copied from there) are those of the last read; `seconds` is the time of the fastest.
+    the source and at the destination. `last` is the last read, of which `staged_bytes` went into staging memory;
+    `seconds` is the time of the fastest.
     """
 
     def __init__(
@@ -113,56 +115,36 @@ class _Reads:
         self.block = run * TOKENS * UNITS
         self.place = run * TOKENS * units
         self.size = shares * SHARE or self.block
-        self.descriptors = 0
-        self.bytes = 0
-        self.staged_bytes = 0
-        self.runs = 0
+        self.last = Expansion((), 0, 0)
         self.seconds = float("inf")
         rule = PathRule(path, slot_bytes=slot_bytes, device_memory=frozenset((space.device,)))
-        source = self._engine(region, UNITS, token_stride=run * UNITS, unit_stride=run)
-        destination = self._engine(space, units, token_stride=run, unit_stride=run * TOKENS)
+        source = _engine(region, (TOKENS, UNITS, run), (run * UNITS, run), UNITS)
+        destination = _engine(space, (TOKENS, units, run), (run, run * TOKENS), units)
         self._plan = plan_read(source, destination, 0, rule=rule)
 
-    def _engine(self, memory: MemoryRegion, units: int, *, token_stride: int, unit_stride: int) -> EngineGeometry:
-        """An engine with one plane, which fills a region."""
-        block = self.block * units // UNITS
-        blocks = memory.length // block
-        plane = Plane(
-            layer="0",
-            component="key",
-            group="full",
-            format="plain",
-            dtype="uint8",
-            memory_kind=memory.memory_kind,
-            device=memory.device,
-            base=memory.base,
-            num_blocks=blocks,
-            block_stride=block,
-            page_tokens=TOKENS,
-            page_stride=0,
-            block_states=TOKENS,
-            unit_stride=unit_stride,
-            token_stride=token_stride,
-            state_bytes=min(token_stride, unit_stride),
-            axis_size=UNITS,
-            units=Interval(0, units),
-        )
-        group = Group("full", block_tokens=TOKENS, num_blocks=blocks)
-        return EngineGeometry("measured", (group,), (RankGeometry(0, (plane,)),))
+    @property
+    def staged_bytes(self) -> int:
+        staged = (read for part in self.last.sources for read in part.staged)
+        return sum(len(read.blocks) * extent.length for read in staged for extent in read.lane.extents)
 
     def part(self, shares: Int64s, places: Int64s) -> SourceDescriptors:
         """A read of these shares of the source into these blocks of staging memory, at most one per place."""
         within = np.arange(SHARE // self.block, dtype=np.int64)
         blocks = (shares[:, None] * len(within) + within).ravel()
         count = min(self.size // self.block, len(places))
-        (planned,) = self._plan.expand({"full": Blocks(blocks[:count])}, {"full": Blocks(places[:count])}).sources
-        self.descriptors = sum(some.count for some in (*planned.descriptors, *planned.staged))
-        self.bytes = planned.total_bytes
-        self.staged_bytes = sum(
-            len(read.blocks) * extent.length for read in planned.staged for extent in read.lane.extents
-        )
-        self.runs = count * TOKENS * self.place // (self.block // UNITS)
-        return planned
+        self.last = self._plan.expand({"full": Blocks(blocks[:count])}, {"full": Blocks(places[:count])})
+        return self.last.sources[0]
+
+
+def _engine(memory: MemoryRegion, block: tuple[int, int, int], strides: tuple[int, int], units: int) -> EngineGeometry:
+    """An engine with one plane, which fills a region: blocks of tokens, units and bytes."""
+    step = prod(block)
+    blocks = memory.length // step
+    space = memory.memory_kind, memory.device
+    view = TensorView(memory.base, (blocks, *block), (step, *strides, 1), 1, "uint8", *space)
+    group, held = Group("full", block_tokens=TOKENS, num_blocks=blocks), Holding(Interval(0, units), UNITS)
+    planes = planes_of_tensor(view, ("block", "token", "unit", "content"), group, "0", ("key",), held)
+    return EngineGeometry("measured", (group,), (RankGeometry(0, planes),))
 
 
 class _Measurement:
@@ -238,8 +220,9 @@ class _Measurement:
         the same on both paths, and left out."""
         few, short, long, *staged = self._kinds
         # The costs of both kinds of direct read depend on number and bytes: two equations.
-        per_short = max(0.0, short.seconds - few.seconds) / max(1, short.descriptors - few.descriptors)
-        per_long = max(0.0, long.seconds - few.seconds + few.descriptors * per_short) / long.descriptors
+        more = max(1, short.last.descriptors - few.last.descriptors)
+        per_short = max(0.0, short.seconds - few.seconds) / more
+        per_long = max(0.0, long.seconds - few.seconds + few.last.descriptors * per_short) / long.last.descriptors
         byte = max(1e-12, (per_long - per_short) / (LONG_BYTES - SHORT_BYTES))
         descriptor = max(1e-8, per_short - SHORT_BYTES * byte)
         per_run, per_long_run = self._copies.values()
@@ -252,11 +235,11 @@ class _Measurement:
             (read, copied, took), (read_too, copied_too, took_too) = (
                 (
                     reads.staged_bytes - few.staged_bytes,
-                    reads.bytes - few.bytes,
+                    reads.last.total_bytes - few.last.total_bytes,
                     reads.seconds
                     - few.seconds
-                    - (reads.descriptors - few.descriptors) * descriptor
-                    - (reads.runs - few.runs) * cell,
+                    - (reads.last.descriptors - few.last.descriptors) * descriptor
+                    - (reads.last.pieces - few.last.pieces) * cell,
                 )
                 for reads in others
             )
@@ -300,7 +283,8 @@ class _Measurement:
         rows = size // (cell * COLUMNS)
         places = np.arange(rows, dtype=np.int64)
         # Columns of `rows` runs each become rows of `COLUMNS`: no two runs stay neighbours.
-        copy = Copy(source, cell, places, target, COLUMNS * cell, places, ((COLUMNS, rows * cell, cell),), cell)
+        columns = Cells(source, (rows, COLUMNS), (cell, rows * cell), cell)
+        copy = Copy(columns, places, Cells(target, (rows, COLUMNS), (COLUMNS * cell, cell), cell), places)
         began = now()
         try:
             self._pool.space.copy([copy])

@@ -9,30 +9,34 @@ import hashlib
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from kvferry._memory.access import StagingSpace
 from kvferry._memory.current_device import device_of, enter_device, on_device
 from kvferry._transport import nixl_binding
-from kvferry._transport.bounds import RegionMap, check_agent, check_indices, check_raw, check_table
+from kvferry._transport.bounds import RegionMap, check_agent, check_blocks, check_descriptors
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.sockets import open_sockets, tcp_since
 from kvferry.errors import BadAgentMetadata, Closed, InvalidField, NixlError, NixlMissing, WrongThread
 from kvferry.geometry.model import AgentInfo, MemoryRegion
 from kvferry.geometry.plane import MemoryKind
-from kvferry.planner.descriptors import Addresses, Descriptors, DescriptorTable, PreparedDescriptors
+from kvferry.planner.descriptors import Addresses, BlockRows, Descriptors, MemoryPair
 
 # Some names are re-exported for callers that need nothing else of this folder.
 __all__ = ["AgentInfo", "HandleState", "NixlError", "NixlMissing", "NixlOptions", "ReadHandle", "ReadingAgent"]
 __all__ += ["ServingAgent", "WrongThread"]
 
 WARM_UP_BYTES = 64
-TABLES_PER_PEER = 64
-"""Prepared tables kept per peer. A plan has a few; replaced plans leave more behind."""
+
+LISTS_PER_PEER = 1024
+"""Rows of blocks of which prepared lists are kept, per peer."""
+
+INDEX_LIMIT = 1 << 31
+"""NIXL takes int32 indices, and truncates larger ones silently."""
 
 
 class HandleState(enum.Enum):
@@ -55,7 +59,7 @@ class ServingAgent:
     thread does the work, and sleeps when there is none.
 
     `name` is unique per incarnation, at most 512 bytes. No descriptor may span two regions. `binding` is called in
-    place of NIXL; see `kvferry._transport.agents`.
+    place of NIXL's own, e.g. memory of this process in `kvferry.testing`; None: NIXL, loaded with the first agent.
 
     Raises `InvalidField` without regions, for regions on several devices, and for a device that torch cannot set;
     `NixlMissing`; and `NixlError` if NIXL could not register the memory.
@@ -132,13 +136,12 @@ class ReadHandle:
 
 @dataclass(slots=True)
 class _Peer:
-    """An added peer: its readable regions, and the tables prepared for it by the identity of the table, with NIXL's
-    numbers of the local and remote lists. `sockets` are those of this process before the peer was added; None: unknown.
-    """
+    """An added peer: its readable regions, and NIXL's numbers of the local and remote lists prepared for it, by the
+    identity of their rows. `sockets` are those of this process before the peer was added; None: unknown."""
 
     regions: RegionMap
     sockets: Mapping[str, int] | None
-    tables: OrderedDict[int, tuple[DescriptorTable, int, int]]
+    lists: OrderedDict[tuple[int, MemoryPair], tuple[BlockRows, int, int]]
 
 
 class ReadingAgent:
@@ -159,6 +162,7 @@ class ReadingAgent:
             enter_device(chosen_device(regions, options))
         self._nixl = nixl_binding.load() if binding is None else binding
         self._ucx = binding is None and options.backend == "UCX"
+        self._prepares = binding is None
         self._added: dict[str, _Peer] = {}
         self._local = RegionMap(f"agent {name!r}", regions)
         # Receives the bytes of first reads. Kept until the agent is gone: a stuck first read may still write.
@@ -218,9 +222,8 @@ class ReadingAgent:
     def remove_peer(self, peer: str) -> None:
         """Forget a peer. Only when no read from the peer is under way, since this stops none."""
         self.check_owner("remove_peer")
-        added = self._added.pop(peer)
-        for _, local, remote in added.tables.values():
-            self._release_table(local, remote)
+        for _, local, remote in self._added.pop(peer).lists.values():
+            self._release_lists(local, remote)
         self.call("invalidateRemoteMD", peer, peer)
 
     def warm_up(self, peer: str) -> ReadHandle:
@@ -229,22 +232,19 @@ class ReadingAgent:
         self.check_owner("warm_up")
         region = self._added[peer].regions.regions[0]
         length = min(WARM_UP_BYTES, region.length)
-        here = self._scratch_region
-        local = self._segments(here.memory_kind, here.device, here.base, length)
-        remote = self._segments(region.memory_kind, region.device, region.base, length)
-        return self._initialize(peer, local, remote)
+        return self._initialize(peer, self._begin_of(self._scratch_region, length), self._begin_of(region, length))
 
     def make(self, peer: str, descriptors: Descriptors) -> ReadHandle:
         """Make a read, checked and not posted. Raises `InvalidField` if a descriptor lies outside the memory registered
         here, or outside the peer's announced regions, and `NixlError` if NIXL refused the read."""
         self.check_owner("make")
-        if isinstance(descriptors, PreparedDescriptors):
-            return self._make_prepared(peer, descriptors)
-        check_raw(descriptors, self._local, self._added[peer].regions)
-        memory, length = descriptors.memory, descriptors.length
-        local = self._segments(memory.destination_kind, memory.destination_device, descriptors.destination, length)
-        remote = self._segments(memory.source_kind, memory.source_device, descriptors.source, length)
-        return self._initialize(peer, local, remote)
+        blocks = descriptors.blocks
+        if blocks is not None and self._prepares and blocks.most_entries < INDEX_LIMIT:
+            return self._make_prepared(peer, descriptors, blocks)
+        check_descriptors(descriptors, self._local, self._added[peer].regions)
+        theirs, mine = descriptors.lists()
+        memory = descriptors.memory
+        return self._initialize(peer, self._list(memory.destination_kind, mine), self._list(memory.source_kind, theirs))
 
     def state(self, status: Any) -> HandleState:
         """NIXL's status of a read as a `HandleState`."""
@@ -268,53 +268,69 @@ class ReadingAgent:
             gc.collect()
         return gone() is None
 
-    def _make_prepared(self, peer: str, prepared: PreparedDescriptors) -> ReadHandle:
-        check_indices(prepared)
-        local, remote = self._table(peer, prepared.table)
-        mine, theirs = np.ascontiguousarray(prepared.destination), np.ascontiguousarray(prepared.source)
+    def _make_prepared(self, peer: str, descriptors: Descriptors, blocks: BlockRows) -> ReadHandle:
+        """Make a read of lists that are prepared once per peer, in half the time. NIXL merges what is contiguous."""
+        check_blocks(descriptors, blocks)
+        local, remote = self._lists_of(peer, blocks, descriptors.memory)
+        rows = np.arange(len(descriptors.length)) + descriptors.first_row
+        # No sum wraps: there are fewer than 2**31 entries.
+        mine, theirs = (
+            np.add.outer((rows * count).astype(np.int32), (offset // np.uint64(stride)).astype(np.int32)).ravel()
+            for count, offset, stride in (
+                (blocks.destination_blocks, descriptors.destination_offset, blocks.destination_stride),
+                (blocks.source_blocks, descriptors.source_offset, blocks.source_stride),
+            )
+        )
         given = (self._nixl.NIXL_READ, local, mine, remote, theirs, b"", [self._backend], False)
         return ReadHandle(self, int(self.call("makeXferReq", peer, *given)), peer)
+
+    def _lists_of(self, peer: str, blocks: BlockRows, memory: MemoryPair) -> tuple[int, int]:
+        """NIXL's numbers of the local and the remote list of all blocks, prepared on first use."""
+        lists, key = self._added[peer].lists, (id(blocks), memory)
+        known = lists.get(key)
+        if known is not None:
+            lists.move_to_end(key)
+            return known[1], known[2]
+        check_descriptors(blocks.whole(memory), self._local, self._added[peer].regions)
+        sides = (
+            (self._nixl.NIXL_INIT_AGENT, memory.destination_kind, blocks.list_of(memory, "destination")),
+            (peer, memory.source_kind, blocks.list_of(memory, "source")),
+        )
+        local, remote = (
+            int(self.call("prepXferDlist", peer, of, nixl_binding.memory_type(self._nixl, kind), rows, [self._backend]))
+            for of, kind, rows in sides
+        )
+        # The rows are kept, so that no others get their identity.
+        lists[key] = (blocks, local, remote)
+        if len(lists) > LISTS_PER_PEER:
+            # Handles made from a prepared list have their own copy of the list.
+            _, (_, old_local, old_remote) = lists.popitem(last=False)
+            self._release_lists(old_local, old_remote)
+        return local, remote
+
+    def _release_lists(self, local: int, remote: int) -> None:
+        self.call("releasedDlistH", "", local)
+        self.call("releasedDlistH", "", remote)
 
     def _initialize(self, peer: str, local: Any, remote: Any) -> ReadHandle:
         given = (self._nixl.NIXL_READ, local, remote, peer, b"", [self._backend])
         return ReadHandle(self, int(self.call("createXferReq", peer, *given)), peer)
 
-    def _table(self, peer: str, table: DescriptorTable) -> tuple[int, int]:
-        """NIXL's numbers of a table's local and remote lists, prepared on first use."""
-        tables = self._added[peer].tables
-        known = tables.get(id(table))
-        if known is not None:
-            tables.move_to_end(id(table))
-            return known[1], known[2]
-        check_table(table, self._local, self._added[peer].regions)
-        memory = table.memory
-        local = self._prepare(self._nixl.NIXL_INIT_AGENT, memory.destination_kind, table.destination, peer)
-        remote = self._prepare(peer, memory.source_kind, table.source, peer)
-        # The table is kept, so that no other table gets its identity.
-        tables[id(table)] = (table, local, remote)
-        if len(tables) > TABLES_PER_PEER:
-            # Handles made from a prepared list have their own copy of the list.
-            _, (_, old_local, old_remote) = tables.popitem(last=False)
-            self._release_table(old_local, old_remote)
-        return local, remote
-
-    def _prepare(self, side: str, kind: MemoryKind, rows: Addresses, peer: str) -> int:
-        space = nixl_binding.memory_type(self._nixl, kind)
-        return int(self.call("prepXferDlist", peer, side, space, np.ascontiguousarray(rows), [self._backend]))
-
-    def _release_table(self, local: int, remote: int) -> None:
-        self.call("releasedDlistH", "", local)
-        self.call("releasedDlistH", "", remote)
-
     def _unknown(self, info: AgentInfo) -> str:
         """An announced region that the loaded metadata lack, in words; empty if they lack none."""
         for region in info.regions:
-            segments = self._segments(region.memory_kind, region.device, region.base, region.length)
-            if self.call("checkRemoteMD", info.name, info.name, segments) != self._nixl.NIXL_SUCCESS:
+            whole = self._begin_of(region, region.length)
+            if self.call("checkRemoteMD", info.name, info.name, whole) != self._nixl.NIXL_SUCCESS:
                 return f"it does not serve the announced {region.length} bytes at {region.base:#x}"
         return ""
 
-    def _segments(self, kind: MemoryKind, device: int, address: Addresses | int, length: Addresses | int) -> Any:
-        rows = np.empty((np.size(address), 3), np.uint64)
-        rows[:, 0], rows[:, 1], rows[:, 2] = address, length, device
+    def _begin_of(self, region: MemoryRegion, length: int) -> Any:
+        return self._list(region.memory_kind, np.array([[region.base, length, region.device]], np.uint64))
+
+    def _list(self, kind: MemoryKind, rows: Addresses) -> Any:
+        """A list of NIXL's of ``uint64[n, 3]``: address, length, device."""
         return self._nixl.nixlXferDList(nixl_binding.memory_type(self._nixl, kind), rows)
+
+
+MakeReadingAgent: TypeAlias = Callable[[str, Sequence[MemoryRegion], NixlOptions], ReadingAgent]
+"""Makes an agent of this name that reads into these regions, owned by the calling thread."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from kvferry._logs import Log
 from kvferry._transport.nixl_agent import AgentInfo, HandleState, NixlError, ReadHandle, ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.peer_work import Chunk, ChunkOwner, PeerWork
+from kvferry._transport.peer_work import Chunk, FirstRead, PeerWork, PostedChunk
 from kvferry.errors import KvferryError, TransferFailed
 
 logger = Log(__name__)
@@ -52,19 +52,6 @@ RATE_FIRST = 1e9
 """Bytes per second that are assumed of a peer until its first chunk is measured."""
 
 
-class PostedChunk:
-    """A posted chunk that has not been seen DONE."""
-
-    __slots__ = ("handle", "lost", "owner", "size")
-
-    def __init__(self, handle: ReadHandle, owner: ChunkOwner, size: int) -> None:
-        self.handle = handle
-        self.owner = owner
-        self.size = size
-        self.lost = False
-        """NIXL reported an error for the chunk. It may still write, and no later answer of NIXL disproves that."""
-
-
 class LinkState(enum.Enum):
     """How far the connection to a peer is."""
 
@@ -92,7 +79,10 @@ class Link:
         self.leaving = False
         """The link takes no new work, and is dropped when its work is done."""
         self.queued: deque[PeerWork] = deque()
+        self.waiting: deque[PeerWork] = deque()
+        """Work for the peer that has come since the link is broken or leaving: for the next link."""
         self.posted: list[PostedChunk] = []
+        """Chunks, and the first read, which counts no bytes."""
         self.moved = 0
         """Bytes that have arrived."""
         self._copied = 0
@@ -104,8 +94,6 @@ class Link:
         self._cpu_time = cpu_time
         self._added = False
         self._opened_at = clock()
-        self._warming: ReadHandle | None = None
-        self._warming_lost = False
         self._in_flight = 0
         self._rate = RATE_FIRST
         self._busy_since = 0.0
@@ -130,12 +118,12 @@ class Link:
     @property
     def lost(self) -> bool:
         """Whether, for some reads, only the end of the agent proves that they write no more."""
-        return self._warming_lost or any(chunk.lost for chunk in self.posted)
+        return any(chunk.lost for chunk in self.posted)
 
     @property
     def quiet(self) -> bool:
         """Whether nothing posted to the peer can write any more."""
-        return not self.posted and self._warming is None
+        return not self.posted
 
     @property
     def over(self) -> bool:
@@ -143,24 +131,15 @@ class Link:
         return (self.leaving or self.state is LinkState.BROKEN) and self.quiet and not self.queued
 
     def stuck(self, now: float) -> bool:
-        """Whether a chunk is under way whose transfer ended more than the fence time ago, or the first read has taken
-        longer than its time-out and the fence time."""
-        if self._warming is not None and now > self._opened_at + self._options.warm_up_timeout + self._fence:
-            return True
-        ended = (chunk.owner.ended_at for chunk in self.posted if not chunk.lost)
+        """Whether a chunk is under way whose transfer ended more than the fence time ago."""
+        ended = (chunk.owner.ended_at for chunk in self._answering())
         return any(at is not None and at < now - self._fence for at in ended)
 
     def fence_at(self) -> float | None:
         """When the agent may be destroyed as far as this peer is concerned; None: at once. Reads that gave an error do
         not count: their connection is gone."""
-        waits = [
-            (self._clock() if chunk.owner.ended_at is None else chunk.owner.ended_at) + self._fence
-            for chunk in self.posted
-            if not chunk.lost
-        ]
-        if self._warming is not None and not self._warming_lost:
-            waits.append(self._opened_at + self._options.warm_up_timeout + self._fence)
-        return max(waits, default=None)
+        ended = [chunk.owner.ended_at for chunk in self._answering()]
+        return max(((self._clock() if at is None else at) + self._fence for at in ended), default=None)
 
     def open(self) -> None:
         """Add the peer and post its first read."""
@@ -173,8 +152,8 @@ class Link:
             # Any error concerns this peer only (R10).
             self._break(self._unreadable(error))
             return
-        self._warming = handle
-        self._on_warming(handle, *_answer(handle.post))
+        until = self._opened_at + self._options.warm_up_timeout
+        self._post(PostedChunk(handle, FirstRead(until, self._on_answer), 0))
 
     def post_next(self) -> bool:
         """Post one chunk of the work whose turn it is. False: there was no chunk, or no room."""
@@ -197,7 +176,7 @@ class Link:
             if chunk is not None or work.blocked:
                 self.queued.append(work)
             if chunk is not None:
-                self._post(chunk)
+                self._make(chunk)
                 return True
         return False
 
@@ -213,10 +192,11 @@ class Link:
         worked = news = False
         for _ in range(CHECKS_AT_ONCE):
             began = self._cpu_time()
-            checks, news = self._check_all()
+            chunks = self._answering()
+            news = sum(self._check(chunk) for chunk in chunks) > 0
             took = self._cpu_time() - began
-            self._cheapest = min(self._cheapest, max(1e-6, took / max(1, checks)))
-            worked = took > (checks - 1 + WORKED) * self._cheapest
+            self._cheapest = min(self._cheapest, max(1e-6, took / max(1, len(chunks))))
+            worked = took > (len(chunks) - 1 + WORKED) * self._cheapest
             if news or not worked:
                 break
         now = self._clock()
@@ -229,28 +209,19 @@ class Link:
         self._poll_at = now if worked else now + self._pause
         return news
 
-    def _check_all(self) -> tuple[int, bool]:
-        """Check all reads under way once. Returns the number of checks, and whether any read has ended."""
-        checks, news = 0, False
-        if self._warming is not None and not self._warming_lost:
-            checks, news = 1, self._on_warming(self._warming, *_answer(self._warming.check))
-        for chunk in [chunk for chunk in self.posted if not chunk.lost]:
-            checks += 1
-            news |= self._check(chunk)
-        return checks, news
-
     def next_poll(self) -> float | None:
         """When `poll` is due again; None if no read under way can answer."""
-        waiting = (self._warming is not None and not self._warming_lost) or any(not chunk.lost for chunk in self.posted)
-        return self._poll_at if waiting else None
+        return self._poll_at if self._answering() else None
 
     def settle(self, now: float) -> None:
         """Judge deadlines, fail work whose wait for the first answer is over, and drop ended work."""
         for work in tuple(self.queued):
             if self.state is LinkState.WARMING and now > self.answer_due(work):
                 work.owner.fail(self._error(f"no answer within {self._options.warm_up_timeout:g} s"))
-            if work.owner.settle(now):
-                self.queued.remove(work)
+        for works in (self.queued, self.waiting):
+            for work in tuple(works):
+                if work.owner.settle(now):
+                    works.remove(work)
         for chunk in tuple(self.posted):
             chunk.owner.settle(now)
 
@@ -267,16 +238,24 @@ class Link:
         """End all posted chunks: the agent was destroyed, so nothing that it posted writes any more."""
         posted, self.posted = self.posted, []
         self._in_flight = 0
-        self._warming = None
         for chunk in posted:
             chunk.owner.fenced()
 
+    def fail_waiting(self, error: KvferryError) -> None:
+        """Fail the work that waits for this link to be dropped."""
+        _fail(self.waiting, error)
+
     def fail_all(self, error: KvferryError) -> None:
-        self._fail_queued(error)
+        _fail(self.queued, error)
+        _fail(self.waiting, error)
         for chunk in tuple(self.posted):
             chunk.owner.fail(error)
 
-    def _post(self, chunk: Chunk) -> None:
+    def _answering(self) -> list[PostedChunk]:
+        """The posted chunks of which NIXL's answers count."""
+        return [chunk for chunk in self.posted if not chunk.lost]
+
+    def _make(self, chunk: Chunk) -> None:
         owner = chunk.owner
         try:
             handle = self._agent.make(self.info.name, chunk.descriptors)
@@ -286,12 +265,14 @@ class Link:
             if isinstance(error, NixlError):
                 self._break(error)
             return
-        posted = PostedChunk(handle, owner, chunk.descriptors.total_bytes)
         if not owner.begin():
             self._release(handle)
             return
+        self._post(PostedChunk(handle, owner, chunk.descriptors.total_bytes))
+
+    def _post(self, posted: PostedChunk) -> None:
         before = self._clock()
-        state, failed = _answer(handle.post)
+        state, failed = _answer(posted.handle.post)
         if posted.size >= COPIED:
             self._copied = self._copied + 1 if state is HandleState.DONE else 0
         if state is HandleState.DONE:
@@ -328,7 +309,8 @@ class Link:
         chunk.owner.landed(chunk.size)
         self._release(chunk.handle)
         self.moved += chunk.size
-        self._rate = 0.7 * self._rate + 0.3 * max(1e6, size / max(1e-6, seconds))
+        if size:
+            self._rate = 0.7 * self._rate + 0.3 * max(1e6, size / max(1e-6, seconds))
 
     def _lose(self, chunk: PostedChunk, error: KvferryError) -> None:
         chunk.lost = True
@@ -336,32 +318,18 @@ class Link:
         chunk.owner.fail(self._failed(error))
         self._break(error)
 
-    def _on_warming(self, handle: ReadHandle, state: HandleState, failed: NixlError | None) -> bool:
-        if state is HandleState.MOVING:
-            return False
-        if state is HandleState.DONE:
-            self._release(handle)
-            self._warming = None
-            if self.state is LinkState.WARMING:
-                self.state = LinkState.READY
-                if not self._agent.over_tcp(self.info.name):
-                    self._fence = min(CARD_FENCE, self._fence)
-        else:
-            self._warming_lost = True
-            self._break(failed or self._error("its first read failed"))
-        return True
+    def _on_answer(self) -> None:
+        """The peer has answered its first read."""
+        if self.state is LinkState.WARMING:
+            self.state = LinkState.READY
+            if not self._agent.over_tcp(self.info.name):
+                self._fence = min(CARD_FENCE, self._fence)
 
     def _break(self, error: KvferryError) -> None:
         if self.state is not LinkState.BROKEN:
             logger.info("peer %s is broken: %s", self.info.name, error)
         self.state = LinkState.BROKEN
-        self._fail_queued(self._failed(error))
-
-    def _fail_queued(self, error: KvferryError) -> None:
-        queued = tuple(self.queued)
-        self.queued.clear()
-        for work in queued:
-            work.owner.fail(error)
+        _fail(self.queued, self._failed(error))
 
     def _failed(self, error: KvferryError) -> KvferryError:
         """The error for the transfer: NIXL's as a `TransferFailed`, others unchanged."""
@@ -385,6 +353,12 @@ class Link:
             handle.release()
         except NixlError as error:
             logger.warning("peer %s: the handle of an ended read was not released: %s", self.info.name, error)
+
+
+def _fail(works: deque[PeerWork], error: KvferryError) -> None:
+    """Take out all work, and fail it."""
+    while works:
+        works.popleft().owner.fail(error)
 
 
 def _answer(ask: Callable[[], HandleState]) -> tuple[HandleState, NixlError | None]:

@@ -1,4 +1,4 @@
-"""The connections of one reading agent to all its peers, and the work that waits until a peer can be added again.
+"""The connections of one reading agent to all its peers.
 
 Everything here runs on the agent's own thread (`kvferry._transport.reading_thread`) and never waits; only `of`, `len`
 and iterating may be used on other threads.
@@ -6,7 +6,6 @@ and iterating may be used on other threads.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from kvferry._logs import Log
@@ -26,8 +25,6 @@ class PeerLinks:
         self._options = options
         self._clock = clock
         self._links: dict[str, Link] = {}
-        self._waiting: dict[str, deque[PeerWork]] = {}
-        """Work for a peer that has to be dropped before it can be added again."""
 
     def __iter__(self) -> Iterator[Link]:
         return iter(tuple(self._links.values()))
@@ -38,7 +35,7 @@ class PeerLinks:
     @property
     def waiting(self) -> bool:
         """Whether some work waits for a peer to be dropped."""
-        return bool(self._waiting)
+        return any(link.waiting for link in self._links.values())
 
     def of(self, info: AgentInfo) -> Link | None:
         """The link to this peer; None if there is no link, or one to another agent of the same name."""
@@ -84,14 +81,13 @@ class PeerLinks:
         if link.info.metadata_sha256 != work.info.metadata_sha256 or link.info.regions != work.info.regions:
             # Another agent has the same name: NIXL would go on with the old agent's metadata.
             link.leaving = True
-        if link.state is LinkState.BROKEN or link.leaving:
-            self._waiting.setdefault(work.info.name, deque()).append(work)
-        else:
-            link.queued.append(work)
+        queue = link.waiting if link.state is LinkState.BROKEN or link.leaving else link.queued
+        queue.append(work)
         return True
 
     def settle(self, agent: ReadingAgent, now: float) -> bool:
         """Judge deadlines, drop peers, and queue the work that waited for that. Returns whether any work was queued."""
+        attached = False
         for link in self:
             link.settle(now)
             if link.over:
@@ -100,9 +96,8 @@ class PeerLinks:
                     link.drop()
                 except NixlError as error:
                     logger.warning("peer %s was not removed: %s", link.info.name, error)
-        attached = False
-        for name, waiting in tuple(self._waiting.items()):
-            attached |= self._settle_waiting(agent, name, waiting, now)
+                for work in link.waiting:
+                    attached |= self.attach(agent, work)
         return attached
 
     def take_unposted(self, given_up: Sequence[Link]) -> list[PeerWork]:
@@ -111,9 +106,9 @@ class PeerLinks:
         for link in given_up:
             unposted.extend(link.queued)
             link.queued.clear()
-        for waiting in self._waiting.values():
-            unposted.extend(waiting)
-        self._waiting.clear()
+        for link in self:
+            unposted.extend(link.waiting)
+            link.waiting.clear()
         return unposted
 
     def take_blocked(self) -> list[PeerWork]:
@@ -126,15 +121,8 @@ class PeerLinks:
             blocked += mine
         return blocked
 
-    def fail_waiting(self, link: Link, error: KvferryError) -> None:
-        """Fail the work that waits for this peer to be dropped."""
-        for work in self._waiting.pop(link.info.name, ()):
-            work.owner.fail(error)
-
     def fail_all(self, error: KvferryError) -> None:
         """Fail all work: the agent cannot go on."""
-        for work in self.take_unposted(()):
-            work.owner.fail(error)
         for link in self:
             link.fail_all(error)
 
@@ -147,7 +135,6 @@ class PeerLinks:
 
     def alarms(self) -> Iterator[float]:
         """When something is due for a peer even if the peer sends nothing."""
-        unposted = [work for waiting in self._waiting.values() for work in waiting]
         for link in self:
             # Deadlines of posted chunks, and fence times, are checked between polls.
             poll = link.next_poll()
@@ -155,20 +142,5 @@ class PeerLinks:
                 yield poll
             if link.state is LinkState.WARMING:
                 yield from (link.answer_due(work) for work in link.queued)
-            unposted.extend(link.queued)
-        for work in unposted:
-            if work.owner.deadline is not None:
-                yield work.owner.deadline
-
-    def _settle_waiting(self, agent: ReadingAgent, name: str, waiting: deque[PeerWork], now: float) -> bool:
-        """Attach the work that waits for a peer to be dropped, once the peer is dropped, and add the peer again."""
-        for work in tuple(waiting):
-            if work.owner.settle(now):
-                waiting.remove(work)
-        if waiting and name in self._links:
-            return False
-        del self._waiting[name]
-        attached = False
-        for work in waiting:
-            attached |= self.attach(agent, work)
-        return attached
+            deadlines = (work.owner.deadline for work in (*link.queued, *link.waiting))
+            yield from (deadline for deadline in deadlines if deadline is not None)

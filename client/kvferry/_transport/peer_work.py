@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry._logs import Log
 from kvferry._memory.access import StagingSpace
-from kvferry._transport.nixl_agent import AgentInfo
+from kvferry._transport.nixl_agent import AgentInfo, ReadHandle
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.transfer import Transfer
 from kvferry.errors import KvferryError, TransferFailed
@@ -77,6 +77,47 @@ class Chunk:
 
     descriptors: Descriptors
     owner: ChunkOwner
+
+
+class PostedChunk:
+    """A posted chunk that has not been seen DONE."""
+
+    __slots__ = ("handle", "lost", "owner", "size")
+
+    def __init__(self, handle: ReadHandle, owner: ChunkOwner, size: int) -> None:
+        self.handle = handle
+        self.owner = owner
+        self.size = size
+        self.lost = False
+        """NIXL reported an error for the chunk. It may still write, and no later answer of NIXL disproves that."""
+
+
+class FirstRead:
+    """The owner of the first read from a peer, whose answer makes the link ready. The read counts as ended when its
+    time-out is over."""
+
+    def __init__(self, until: float, answered: Callable[[], None]) -> None:
+        self._until = until
+        self._answered = answered
+
+    @property
+    def ended_at(self) -> float:
+        return self._until
+
+    def begin(self) -> bool:
+        return True
+
+    def landed(self, size: int) -> None:
+        self._answered()
+
+    def fenced(self) -> None:
+        pass
+
+    def fail(self, error: KvferryError) -> None:
+        pass
+
+    def settle(self, now: float) -> None:
+        pass
 
 
 class PeerWork:

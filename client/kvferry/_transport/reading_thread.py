@@ -22,8 +22,7 @@ from typing import TypeAlias
 
 from kvferry._clock import LONGEST
 from kvferry._logs import Log
-from kvferry._transport.agents import NIXL, Agents
-from kvferry._transport.nixl_agent import AgentInfo, NixlError, ReadingAgent
+from kvferry._transport.nixl_agent import AgentInfo, MakeReadingAgent, NixlError, ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.peer_link import Link, LinkState
 from kvferry._transport.peer_links import PeerLinks
@@ -57,10 +56,10 @@ class ReadingThread:
 
     Threading: `send`, `wake` and `close` may be called from any thread and never wait.
 
-    The agent is made on the thread. `may_retire` is asked before the agent is retired; if False, the agent stays as it
-    is. `moved_on` is called with each piece of unposted work when the agent is retired, and `gone` when the thread has
-    ended, with whether all that it posted is quiet. `keep`, the owner of the regions, is referenced until the agent is
-    destroyed.
+    `reading` makes the agent, on the thread. `may_retire` is asked before the agent is retired; if False, the agent
+    stays as it is. `moved_on` is called with each piece of unposted work when the agent is retired, and `gone` when the
+    thread has ended, with whether all that it posted is quiet. `keep`, the owner of the regions, is referenced until
+    the agent is destroyed.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class ReadingThread:
         may_retire: Callable[[], bool],
         moved_on: Callable[[PeerWork], None],
         gone: Callable[[ReadingThread, bool], None],
-        agents: Agents = NIXL,
+        reading: MakeReadingAgent,
         keep: object = None,
     ) -> None:
         self.name = name
@@ -86,7 +85,7 @@ class ReadingThread:
         self._may_retire = may_retire
         self._moved_on = moved_on
         self._gone = gone
-        self._agents = agents
+        self._reading = reading
         self._keep = keep
         self.accepting = True
         """Whether messages are accepted. Changed with the lock held, so that no message is added afterwards."""
@@ -174,13 +173,13 @@ class ReadingThread:
 
     @property
     def chunks_in_flight(self) -> int:
-        return sum(len(link.posted) for link in self._links)
+        return sum(chunk.size > 0 for link in self._links for chunk in link.posted)
 
     def _run(self) -> None:
         agent: ReadingAgent | None = None
         quiet = True
         try:
-            agent = self._agents.reading(self.name, self._regions, self._options)
+            agent = self._reading(self.name, self._regions, self._options)
         except Exception as error:
             self.refusal = error if isinstance(error, KvferryError) else self._failed(error)
             logger.warning("reading agent %s could not be made: %s", self.name, self.refusal)
@@ -248,6 +247,14 @@ class ReadingThread:
         with self._lock:
             self.accepting = False
 
+    def _last_works(self) -> list[PeerWork]:
+        """Accept no more messages. Returns the work among those that were not handled yet."""
+        self._refuse_messages()
+        self._take_messages()
+        works = [message for message in self._taken if isinstance(message, PeerWork)]
+        self._taken.clear()
+        return works
+
     def _take_messages(self, timeout: float | None = 0.0) -> None:
         """Take all messages. If there are none, wait for one, at most `timeout` seconds; None: without a limit."""
         try:
@@ -295,15 +302,11 @@ class ReadingThread:
             self._retire_at = now + RETIRE_AGAIN
             error = TransferFailed(f"peers {names}: reads from them are uncertain, and too many agents are retired")
             for link in given_up:
-                self._links.fail_waiting(link, error)
+                link.fail_waiting(error)
             return
         logger.warning("reading agent %s is retired: reads from %s are uncertain", self.name, names)
-        self._refuse_messages()
+        unposted = [*self._last_works(), *self._links.take_unposted(given_up)]
         self.retired = True
-        self._take_messages()
-        unposted = [message for message in self._taken if isinstance(message, PeerWork)]
-        self._taken.clear()
-        unposted.extend(self._links.take_unposted(given_up))
         self._move_on(unposted, now)
 
     def _move_on(self, unposted: Sequence[PeerWork], now: float) -> None:
@@ -333,11 +336,7 @@ class ReadingThread:
 
     def _fail(self, error: KvferryError) -> None:
         """Fail all work: the agent cannot go on."""
-        self._refuse_messages()
-        self._take_messages()
-        messages = tuple(self._taken)
-        self._taken.clear()
-        for work in (message for message in messages if isinstance(message, PeerWork)):
+        for work in self._last_works():
             work.owner.fail(error)
         self._links.fail_all(error)
 

@@ -14,8 +14,7 @@ import zlib
 from collections.abc import Callable, Sequence
 
 from kvferry._logs import Log
-from kvferry._transport.agents import Agents
-from kvferry._transport.nixl_agent import AgentInfo
+from kvferry._transport.nixl_agent import AgentInfo, MakeReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.peer_work import PeerWork, as_kvferry_error
 from kvferry._transport.reading_thread import ReadingThread
@@ -42,13 +41,13 @@ class ReadingThreads:
         options: NixlOptions,
         *,
         lock: threading.Lock,
-        agents: Agents,
+        reading: MakeReadingAgent,
         keep: object,
         clock: Callable[[], float],
     ) -> None:
         self._regions = tuple(regions)
         self._options = options
-        self._agents = agents
+        self._reading = reading
         self._keep = keep
         self._clock = clock
         self._lock = lock
@@ -165,7 +164,7 @@ class ReadingThreads:
                     may_retire=self._may_retire,
                     moved_on=self.submit,
                     gone=self._gone,
-                    agents=self._agents,
+                    reading=self._reading,
                     keep=self._keep,
                 )
                 self.places[place] = thread

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
 from kvferry._arguments import check_fields
 from kvferry._memory.access import StagingSpace, StillCopying
 from kvferry._transport.nixl_agent import AgentInfo
@@ -24,7 +22,7 @@ from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.peer_work import Chunk, PeerWork, as_kvferry_error, divide
 from kvferry._transport.transfer import Transfer
 from kvferry.errors import InvalidField, KvferryError
-from kvferry.planner.descriptors import MemoryPair, RawDescriptors
+from kvferry.planner.descriptors import MemoryPair, joined
 from kvferry.planner.footprint import Footprint
 from kvferry.planner.path_choice import Costs, Path
 from kvferry.planner.staged_read import Batch, StagedRead
@@ -217,9 +215,7 @@ class StagedWork(PeerWork):
             count += len(batch.length)
         if self._footprint is not None:
             for memory, alike in by_memory.items():
-                columns = zip(*((batch.source, batch.offset, batch.length) for batch in alike), strict=True)
-                joined = (np.concatenate(column).view(np.uint64) for column in columns)
-                self._footprint.check_source(RawDescriptors(memory, *joined))
+                self._footprint.check_source(joined(memory, [batch.descriptors(0, memory) for batch in alike]))
         self._checked.extend(batches)
 
     def _ended(self, _: Transfer) -> None:

@@ -13,9 +13,8 @@ from typing import TypeAlias
 from kvferry._clock import now
 from kvferry._memory.access import StagingSpace
 from kvferry._memory.rank_memory import RankMemory
-from kvferry._transport.agents import NIXL, Agents
 from kvferry._transport.bounds import RegionMap, check_agent, check_descriptors
-from kvferry._transport.nixl_agent import AgentInfo
+from kvferry._transport.nixl_agent import AgentInfo, MakeReadingAgent, ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.peer_work import PeerWork, as_kvferry_error
 from kvferry._transport.reading_threads import ReadingThreads
@@ -24,6 +23,7 @@ from kvferry._transport.transfer import Transfer, TransferProgress, TransferStat
 from kvferry.errors import Closed, InvalidField
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import MemoryKind
+from kvferry.planner.descriptors import Descriptors
 from kvferry.planner.expansion import SourceDescriptors
 from kvferry.planner.footprint import AT_ONCE
 from kvferry.planner.staged_read import StagedRead
@@ -44,7 +44,7 @@ be touched."""
 
 
 class Transport:
-    """Reads into one destination rank's memory. Its reading agents are made when needed, each with its thread.
+    """Reads into one destination rank's memory. Its agents are made by `reading` when needed, each with its thread.
 
     Unmapping `regions` while a read is not quiet crashes the process. So `keep`, their owner, is referenced for as long
     as an agent may write to them, even if the transport itself is no longer referenced. `memory` is that of the
@@ -56,7 +56,7 @@ class Transport:
         regions: Sequence[MemoryRegion],
         options: NixlOptions | None = None,
         *,
-        agents: Agents = NIXL,
+        reading: MakeReadingAgent = ReadingAgent,
         staging: StagingOptions | None = None,
         memory: RankMemory | None = None,
         keep: object = None,
@@ -73,7 +73,7 @@ class Transport:
         self._clock = clock
         self._lock = threading.Lock()
         self._threads = ReadingThreads(
-            self._regions, options or NixlOptions(), lock=self._lock, agents=agents, keep=keep, clock=clock
+            self._regions, options or NixlOptions(), lock=self._lock, reading=reading, keep=keep, clock=clock
         )
         self._peers: dict[str, tuple[AgentInfo, RegionMap]] = {}
         """The last checked peers, by name."""
@@ -124,7 +124,9 @@ class Transport:
                     continue
                 for some in part.descriptors:
                     part.footprint.check(some)
-        every = [some for _, part in parts for some in (*part.descriptors, *part.staged)]
+        every: list[Descriptors | StagedRead] = []
+        for _, part in parts:
+            every += [*part.descriptors, *part.staged]
         transfer = Transfer(
             label,
             sum(some.total_bytes for some in every),

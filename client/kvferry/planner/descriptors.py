@@ -1,21 +1,18 @@
 """The planner's output for the data plane: descriptors as numpy arrays, and their division into chunks.
 
-A descriptor is one contiguous ``(source address, destination address, length)``. A list of descriptors takes one of two
-forms:
-
-- `RawDescriptors`: three arrays, for few or long descriptors;
-- `PreparedDescriptors`: indices into a `DescriptorTable` that NIXL prepares once per peer, for many short descriptors
-  (measured: 22 against 45 ms for 524,288 pieces at runs of 1, but 0.48 against 0.08 ms at runs of 256).
+A descriptor is one contiguous ``(source address, destination address, length)``. Most reads have the same rows of bytes
+in each of many blocks: a list of descriptors has rows, and runs of blocks, and a descriptor for each row and run. So
+checking a list and dividing it into chunks takes as long as there are rows and runs; only NIXL gets each descriptor.
 
 Pure: no I/O, no NIXL.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +20,11 @@ import numpy.typing as npt
 from kvferry.geometry.plane import MemoryKind
 
 Addresses: TypeAlias = npt.NDArray[np.uint64]
-Indices: TypeAlias = npt.NDArray[np.int32]
+
+_NO_OFFSET = np.zeros(1, np.uint64)
+_ONCE = np.ones(1, np.uint64)
+for _shared in (_NO_OFFSET, _ONCE):
+    _shared.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,99 +42,147 @@ class MemoryPair:
         return (self.source_kind, self.source_device), (self.destination_kind, self.destination_device)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockRows:
+    """Rows that each block has, as NIXL can prepare them once per peer; compared by identity. `source`, `destination`
+    and `length` are those in block 0, ``uint64[rows]``; blocks have strides in bytes, and each side its number of
+    blocks."""
+
+    source: Addresses
+    destination: Addresses
+    length: Addresses
+    source_stride: int
+    destination_stride: int
+    source_blocks: int
+    destination_blocks: int
+
+    @property
+    def most_entries(self) -> int:
+        """The number of rows of all blocks, on the side that has more."""
+        return len(self.length) * max(self.source_blocks, self.destination_blocks)
+
+    def whole(self, memory: MemoryPair) -> Descriptors:
+        """The rows of the first block and of the last one of each side."""
+        last = (self.source_blocks - 1) * self.source_stride, (self.destination_blocks - 1) * self.destination_stride
+        runs = (np.array(column, np.uint64) for column in ((0, last[0]), (0, last[1]), (1, 1)))
+        return Descriptors(memory, self.source, self.destination, self.length, *runs)
+
+    def list_of(self, memory: MemoryPair, side: Literal["source", "destination"]) -> Addresses:
+        """The rows of one side as NIXL prepares them, ``uint64[rows, 5]``: address, length, device, stride, count."""
+        rows = np.empty((len(self.length), 5), np.uint64)
+        rows[:, 0], rows[:, 1], rows[:, 2] = getattr(self, side), self.length, getattr(memory, f"{side}_device")
+        rows[:, 3], rows[:, 4] = getattr(self, f"{side}_stride"), getattr(self, f"{side}_blocks")
+        return rows
+
+
 @dataclass(frozen=True, eq=False)
-class RawDescriptors:
-    """Descriptors by address: addresses, and lengths of at least 1 byte, ``uint64[n]`` each."""
+class Descriptors:
+    """Descriptors between two address spaces, one for each row and each run of blocks, row after row. That of row r and
+    run n has ``length[r] * repeats[n]`` bytes, from ``source[r] + source_offset[n]`` to
+    ``destination[r] + destination_offset[n]``.
+
+    Attributes:
+        source, destination, length: ``uint64[rows]``; lengths are at least 1.
+        source_offset, destination_offset, repeats: ``uint64[runs]``; without them each row is one descriptor.
+        blocks: the rows are those of `blocks` from `first_row` on, and the runs single blocks; None: other rows.
+    """
 
     memory: MemoryPair
     source: Addresses
     destination: Addresses
     length: Addresses
-
-    @property
-    def count(self) -> int:
-        return len(self.length)
-
-    @cached_property
-    def total_bytes(self) -> int:
-        return int(self.length.sum())
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DescriptorTable:
-    """Strided rows that NIXL prepares once per peer; compared by identity, made when a peer is planned.
-
-    Attributes:
-        source, destination: ``uint64[rows, 5]``: address, length, device, stride, count, as NIXL's prep_xfer_dlist
-            takes them. The flat index of entry ``i`` of row ``r`` is ``i`` plus the sum of the counts of the rows
-            before. Both sides have the same length in the same row.
-        source_first, destination_first: ``int64[rows]``, flat index of each row's first entry.
-        entry_bytes: length of the entries, the same in every row.
-    """
-
-    memory: MemoryPair
-    source: Addresses
-    destination: Addresses
-    source_first: npt.NDArray[np.int64]
-    destination_first: npt.NDArray[np.int64]
-    entry_bytes: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PreparedDescriptors:
-    """Descriptors by flat index, ``int32[n]``, into the rows of a table. `grids` has how they were made, stretch after
-    stretch: (rows, blocks of each), every row with the same blocks; empty: unknown. Only a hint, for a faster check."""
-
-    table: DescriptorTable
-    source: Indices
-    destination: Indices
-    grids: tuple[tuple[int, int], ...] = ()
+    source_offset: Addresses = field(default_factory=lambda: _NO_OFFSET)
+    destination_offset: Addresses = field(default_factory=lambda: _NO_OFFSET)
+    repeats: Addresses = field(default_factory=lambda: _ONCE)
+    blocks: BlockRows | None = field(default=None, kw_only=True)
+    first_row: int = field(default=0, kw_only=True)
 
     @property
     def count(self) -> int:
         """Number of descriptors, before NIXL merges any."""
-        return len(self.source)
+        return len(self.length) * len(self.repeats)
+
+    @cached_property
+    def total_bytes(self) -> int:
+        return int(self.length.sum()) * int(self.repeats.sum())
 
     @property
-    def total_bytes(self) -> int:
-        return len(self.source) * self.table.entry_bytes
+    def plain(self) -> bool:
+        """Whether each row is one descriptor."""
+        return self.repeats is _ONCE and self.source_offset is self.destination_offset is _NO_OFFSET
+
+    def rows(self, chosen: slice | npt.NDArray[np.signedinteger]) -> Descriptors:
+        """Some of the rows."""
+        of = {name: getattr(self, name)[chosen] for name in ("source", "destination", "length")}
+        if isinstance(chosen, slice):
+            return replace(self, **of, first_row=self.first_row + int(chosen.start))
+        return replace(self, **of, blocks=None)
+
+    def runs(self, chosen: slice) -> Descriptors:
+        """Some of the runs."""
+        of = {name: getattr(self, name)[chosen] for name in ("source_offset", "destination_offset", "repeats")}
+        return replace(self, **of)
+
+    def one_by_one(self) -> Descriptors:
+        """The same descriptors, each a row of its own."""
+        if self.plain:
+            return self
+        return Descriptors(
+            self.memory,
+            np.add.outer(self.source, self.source_offset).ravel(),
+            np.add.outer(self.destination, self.destination_offset).ravel(),
+            np.multiply.outer(self.length, self.repeats).ravel(),
+        )
+
+    def lists(self) -> tuple[Addresses, Addresses]:
+        """The descriptors of the source, and of the destination, as NIXL's lists take them, ``uint64[n, 3]`` each:
+        address, length, device."""
+        both = np.empty((2, len(self.length), len(self.repeats), 3), np.uint64)
+        np.add.outer(self.source, self.source_offset, out=both[0, :, :, 0])
+        np.add.outer(self.destination, self.destination_offset, out=both[1, :, :, 0])
+        both[:, :, :, 1] = np.multiply.outer(self.length, self.repeats)
+        both[0, :, :, 2], both[1, :, :, 2] = self.memory.source_device, self.memory.destination_device
+        return both[0].reshape(-1, 3), both[1].reshape(-1, 3)
 
 
-Descriptors: TypeAlias = RawDescriptors | PreparedDescriptors
+def joined(memory: MemoryPair, parts: Sequence[Descriptors]) -> Descriptors:
+    """Several lists as one, of single descriptors."""
+    single = [part.one_by_one() for part in parts]
+    columns = zip(*((part.source, part.destination, part.length) for part in single), strict=True)
+    return Descriptors(memory, *(np.concatenate(column) for column in columns))
 
 
 def chunks(descriptors: Descriptors, chunk_bytes: int) -> Iterator[Descriptors]:
-    """Divide descriptors into consecutive chunks of at most `chunk_bytes` (at least one descriptor each).
-
-    A raw descriptor longer than a chunk is split; a prepared entry is not (entries are pieces of a block).
-    """
+    """Divide descriptors into consecutive chunks of at most `chunk_bytes`: some rows with all runs, or some runs of one
+    row. A descriptor longer than a chunk is split."""
     if 0 < descriptors.total_bytes <= chunk_bytes:
         yield descriptors
         return
-    if isinstance(descriptors, PreparedDescriptors):
-        step = max(1, chunk_bytes // descriptors.table.entry_bytes)
-        for begin in range(0, descriptors.count, step):
-            part = slice(begin, begin + step)
-            yield PreparedDescriptors(descriptors.table, descriptors.source[part], descriptors.destination[part])
-        return
-    raw = _split_long(descriptors, chunk_bytes)
-    ends = np.cumsum(raw.length)
-    begin = 0
-    while begin < raw.count:
-        taken = int(ends[begin - 1]) if begin else 0
-        end = max(begin + 1, int(np.searchsorted(ends, np.uint64(taken + chunk_bytes), side="right")))
-        yield RawDescriptors(raw.memory, raw.source[begin:end], raw.destination[begin:end], raw.length[begin:end])
-        begin = end
+    for rows in _slices(descriptors.length * descriptors.repeats.sum(), chunk_bytes):
+        part = descriptors.rows(rows)
+        if part.total_bytes <= chunk_bytes:
+            yield part
+            continue
+        # The runs of a row are divided evenly: a small rest would be a chunk of its own.
+        sizes, shares = part.length[0] * part.repeats, -(-part.total_bytes // chunk_bytes)
+        for runs in _slices(sizes, min(chunk_bytes, part.total_bytes // shares + int(sizes.max()))):
+            piece = part.runs(runs)
+            yield from _split_long(piece, chunk_bytes) if piece.total_bytes > chunk_bytes else (piece,)
 
 
-def _split_long(raw: RawDescriptors, limit: int) -> RawDescriptors:
-    """Cut descriptors into pieces of at most `limit` bytes."""
-    if raw.count == 0 or int(raw.length.max()) <= limit:
-        return raw
-    length = raw.length.astype(np.int64)
-    pieces = -(-length // limit)
-    owner = np.repeat(np.arange(raw.count, dtype=np.int64), pieces)
-    offset = (np.arange(len(owner), dtype=np.int64) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * limit
-    piece = np.minimum(limit, length[owner] - offset).astype(np.uint64)
-    shift = offset.astype(np.uint64)
-    return RawDescriptors(raw.memory, raw.source[owner] + shift, raw.destination[owner] + shift, piece)
+def _split_long(one: Descriptors, limit: int) -> Iterator[Descriptors]:
+    """One descriptor in pieces of at most `limit` bytes."""
+    single = one.one_by_one()
+    for at in range(0, one.total_bytes, limit):
+        length = np.array([min(limit, one.total_bytes - at)], np.uint64)
+        yield Descriptors(one.memory, single.source + np.uint64(at), single.destination + np.uint64(at), length)
+
+
+def _slices(sizes: Addresses, limit: int) -> Iterator[slice]:
+    """Consecutive slices with sums of at most `limit`; a larger size is a slice of its own."""
+    ends = np.cumsum(sizes)
+    begin = taken = 0
+    while begin < len(ends):
+        end = max(begin + 1, int(np.searchsorted(ends, np.uint64(taken + limit), side="right")))
+        yield slice(begin, end)
+        begin, taken = end, int(ends[end - 1])

@@ -1,4 +1,4 @@
-"""From the blocks of one request to descriptors: vectorised, merged, raw or prepared by run length.
+"""From the blocks of one request to descriptors: vectorised and merged.
 
 Every address in an expansion is ``row address + id * block_stride`` with a checked id (`request_blocks`), and every
 plane lies with all its blocks inside a registered region, so no address can wrap or lie outside the region.
@@ -10,24 +10,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import split_runs
-from kvferry.planner.descriptors import Descriptors, Indices, MemoryPair, PreparedDescriptors, RawDescriptors
+from kvferry.planner.descriptors import BlockRows, Descriptors, MemoryPair, joined
 from kvferry.planner.footprint import Footprint
 from kvferry.planner.lane import Lane, Segment, segments, span
-from kvferry.planner.prepared_tables import Tables
 from kvferry.planner.request_blocks import GroupRequest
-from kvferry.planner.rows import Int64s, Rows
+from kvferry.planner.rows import Int64s
 from kvferry.planner.staged_read import StagedRead, staged_read
 
-RAW_MIN_RUN = 4
-"""Mean run of blocks from which merged raw descriptors are cheaper than prepared indices (524,288 pieces take
-0.08 against 0.48 ms at runs of 256, but 45 against 22 ms at runs of 1)."""
+LONG_RUN = 4
+"""Mean run of blocks from which runs are merged here. Shorter runs are merged by NIXL, which makes a read of single
+blocks in half the time (`BlockRows`)."""
 
-PREPARED_MIN_COUNT = 256
-"""Fewer short descriptors than this are not worth preparing a table at the peer."""
+OWN_LIST = 1024
+"""Descriptors from which a list of rows and runs is worth its costs; fewer are listed one by one, beside others."""
+
+OWN_LIST_RUNS = 16
+"""Runs from which rows recur often enough to be a list of their own."""
 
 MAX_DESCRIPTORS = 1 << 25
 """Descriptors of one read: 800 MB of arrays, and more than a minute for NIXL."""
@@ -46,7 +47,8 @@ class SourceDescriptors:
     @property
     def total_bytes(self) -> int:
         """Bytes read from the rank that reach the destination's blocks."""
-        return sum(part.total_bytes for part in (*self.descriptors, *self.staged))
+        direct = sum(part.total_bytes for part in self.descriptors)
+        return direct + sum(part.total_bytes for part in self.staged)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,11 +74,9 @@ def together(parts: Sequence[Expansion]) -> Expansion:
     return Expansion(tuple(sources), sum(part.pieces for part in parts), sum(part.descriptors for part in parts))
 
 
-def expand(
-    lanes: tuple[Lane, ...], tables: Tables, staged: frozenset[Lane], needed: Mapping[str, GroupRequest]
-) -> Expansion:
+def expand(lanes: tuple[Lane, ...], staged: frozenset[Lane], needed: Mapping[str, GroupRequest]) -> Expansion:
     """The descriptors of the needed blocks; see `ReadPlan.expand`. `staged` lanes go through staging memory."""
-    collector = _Collector(tables)
+    collector = _Collector()
     for lane in lanes:
         wanted = needed.get(lane.group.name)
         if wanted is None:
@@ -92,10 +92,10 @@ def expand(
 class _Collector:
     """Gathers the reads of a request, by source rank and list."""
 
-    def __init__(self, tables: Tables) -> None:
-        self._tables = tables
-        self._raw: dict[tuple[int, MemoryPair], list[tuple[Int64s, Int64s, Int64s]]] = {}
-        self._prepared: dict[tuple[int, int], list[tuple[Indices, Indices]]] = {}
+    def __init__(self) -> None:
+        self._few: dict[tuple[int, MemoryPair], list[Descriptors]] = {}
+        """Lists that become one list of single descriptors."""
+        self._lists: dict[int, list[Descriptors]] = {}
         self._staged: dict[int, list[StagedRead]] = {}
         self.pieces = 0
         self.descriptors = 0
@@ -121,7 +121,7 @@ class _Collector:
         )
         starts = np.unique(np.concatenate((np.array([begin], np.int64), *jumps)))
         blocks = -(-end // line.destination_step) - begin // line.destination_step
-        if len(starts) > 1 and len(starts) * RAW_MIN_RUN > blocks:
+        if len(starts) > 1 and len(starts) * LONG_RUN > blocks:
             return False
         counts = np.diff(np.concatenate((starts, [end])))
         source_block, source_at = np.divmod(starts, line.source_step)
@@ -129,82 +129,57 @@ class _Collector:
         source = needed.source.ids[source_block - needed.source.first] * lane.source.block_stride
         destination = needed.destination.ids[block - needed.destination.first] * lane.destination.block_stride
         for members, state_bytes in zip(lane.planes, lane.linear_bytes, strict=True):
-            rows = members.source_base[:, None], members.destination_base[:, None]
-            self._append(
-                lane,
-                rows[0] + (source + source_at * state_bytes),
-                rows[1] + (destination + at * state_bytes),
-                np.broadcast_to(counts * state_bytes, (len(members.source_base), len(starts))),
-            )
+            rows = members.source_base, members.destination_base, np.full(len(members.source_base), state_bytes)
+            runs = source + source_at * state_bytes, destination + at * state_bytes, counts
+            made = Descriptors(lane.memory, *(column.view(np.uint64) for column in (*rows, *runs)))
+            # Its runs are not of whole blocks.
+            self._append(lane, made, is_own_list=False)
         edges = -(-end // line.source_step) - begin // line.source_step + blocks - 1
         both = -(-end // line.period) - begin // line.period - 1
         self.pieces += (edges - both) * len(lane.reads)
         return True
 
     def add(self, lane: Lane, segment: Segment) -> None:
-        rows = lane.rows(segment.cut)
         blocks = len(segment.source)
-        self.pieces += rows.unfused * blocks
-        stride = lane.source.block_stride
-        rest = np.ones(len(rows), np.bool_)
-        # A row as long as both strides continues in the next block: consecutive ids are one run.
-        streams = (rows.length == stride) & (lane.destination.block_stride == stride)
-        if bool(streams.any()):
-            starts, counts = split_runs(segment.source, segment.destination)
-            if len(starts) * RAW_MIN_RUN <= blocks:
-                self._add_raw(lane, rows, streams, segment.source[starts], segment.destination[starts], counts)
-                rest = ~streams
-        count = int(np.count_nonzero(rest)) * blocks
-        # Checked before the descriptors are made: blocks times rows soon exceed the memory.
-        if self.descriptors + count > MAX_DESCRIPTORS:
-            expected = f"at most {MAX_DESCRIPTORS}: fewer tokens at a time, or staging memory"
-            raise InvalidField("number of descriptors of one read", self.descriptors + count, expected)
-        if count >= PREPARED_MIN_COUNT:
-            rest = self._add_prepared(lane, segment, rest)
-        if bool(rest.any()):
-            self._add_raw(lane, rows, rest, segment.source, segment.destination, np.ones(1, np.int64))
+        self.pieces += lane.rows(segment.cut).unfused * blocks
+        streams, others = lane.block_rows(segment.cut)
+        starts, counts = split_runs(segment.source, segment.destination)
+        if len(starts) * LONG_RUN <= blocks:
+            self._add_rows(lane, streams, segment.source[starts], segment.destination[starts], counts)
+        else:
+            self._add_rows(lane, streams, segment.source, segment.destination)
+        self._add_rows(lane, others, segment.source, segment.destination)
 
-    def _add_prepared(self, lane: Lane, segment: Segment, rest: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Add the rows that are in a table; returns the others."""
-        rest = rest.copy()
-        for found in self._tables.at(lane, segment.cut):
-            wanted = rest[found.rows]
-            if not bool(wanted.any()):
-                continue
-            # Neither sum can wrap: tables have fewer than 2**31 entries.
-            source = found.source[wanted][:, None] + segment.source.astype(np.int32)
-            destination = found.destination[wanted][:, None] + segment.destination.astype(np.int32)
-            self._prepared.setdefault((lane.source_rank, found.table), []).append((source, destination))
-            self.descriptors += source.size
-            rest[found.rows[wanted]] = False
-        return rest
-
-    def _add_raw(
-        self, lane: Lane, rows: Rows, chosen: npt.NDArray[np.bool_], source_ids: Int64s, ids: Int64s, run: Int64s
+    def _add_rows(
+        self, lane: Lane, rows: BlockRows, source: Int64s, destination: Int64s, repeats: Int64s | None = None
     ) -> None:
-        """Add rows by address; a run of `run` blocks begins at each pair of ids, of the source and the destination."""
-        source = rows.source[chosen][:, None] + source_ids * lane.source.block_stride
-        destination = rows.destination[chosen][:, None] + ids * lane.destination.block_stride
-        self._append(lane, source, destination, np.broadcast_to(rows.length[chosen][:, None] * run, source.shape))
+        """Add rows of these runs of blocks: the first ids, and the numbers of blocks; None: single blocks."""
+        if not len(rows.length):
+            return
+        offsets = source * rows.source_stride, destination * rows.destination_stride
+        counts = np.ones(len(source), np.int64) if repeats is None else repeats
+        runs = (column.view(np.uint64) for column in (*offsets, counts))
+        of = rows if repeats is None else None
+        made = Descriptors(lane.memory, rows.source, rows.destination, rows.length, *runs, blocks=of)
+        self._append(lane, made, is_own_list=made.count >= OWN_LIST and len(counts) >= OWN_LIST_RUNS)
 
-    def _append(self, lane: Lane, source: Int64s, destination: Int64s, length: Int64s) -> None:
-        part = (source.ravel(), destination.ravel(), length.ravel())
-        self._raw.setdefault((lane.source_rank, lane.memory), []).append(part)
-        self.descriptors += source.size
+    def _append(self, lane: Lane, made: Descriptors, *, is_own_list: bool) -> None:
+        self.descriptors += made.count
+        # Checked before the descriptors are made: blocks times rows soon exceed the memory.
+        if self.descriptors > MAX_DESCRIPTORS:
+            expected = f"at most {MAX_DESCRIPTORS}: fewer tokens at a time, or staging memory"
+            raise InvalidField("number of descriptors of one read", self.descriptors, expected)
+        if is_own_list:
+            self._lists.setdefault(lane.source_rank, []).append(made)
+        else:
+            self._few.setdefault((lane.source_rank, lane.memory), []).append(made)
 
     def result(self) -> Expansion:
         found: dict[int, list[Descriptors]] = {}
-        for (rank, memory), parts in self._raw.items():
-            columns = [np.concatenate(column).view(np.uint64) for column in zip(*parts, strict=True)]
-            found.setdefault(rank, []).append(RawDescriptors(memory, *columns))
-        for (rank, table), pairs in self._prepared.items():
-            source, destination = (
-                np.concatenate([grid.ravel() for grid in side]) if len(side) > 1 else side[0].ravel()
-                for side in zip(*pairs, strict=True)
-            )
-            grids = tuple((len(grid), grid.shape[1]) for grid, _ in pairs)
-            prepared = PreparedDescriptors(self._tables.tables[table], source, destination, grids)
-            found.setdefault(rank, []).append(prepared)
+        for (rank, memory), few in self._few.items():
+            found.setdefault(rank, []).append(joined(memory, few))
+        for rank, lists in self._lists.items():
+            found.setdefault(rank, []).extend(lists)
         sources = tuple(
             SourceDescriptors(rank, tuple(found.get(rank, ())), tuple(self._staged.get(rank, ())))
             for rank in sorted({*found, *self._staged})

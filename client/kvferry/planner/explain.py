@@ -22,9 +22,8 @@ from kvferry.geometry.plane import Interval, TokenShard
 from kvferry.planner.coverage import PlaneRead
 from kvferry.planner.lane import Lane, build_lanes
 from kvferry.planner.line_rule import Stripe
-from kvferry.planner.path_choice import Path, work_of
+from kvferry.planner.path_choice import RECURRING_LIMIT, Path, work_of
 from kvferry.planner.plan import ReadPlan
-from kvferry.planner.prepared_tables import RECURRING_LIMIT
 
 COUNTS = ("pieces_per_block", "descriptors_per_block")
 

@@ -18,19 +18,21 @@ from fractions import Fraction
 from functools import cached_property, lru_cache, partial
 from math import lcm
 
+import numpy as np
+
 from kvferry.errors import InvalidField
 from kvferry.geometry.model import Group, GroupKind
 from kvferry.geometry.plane import Plane
 from kvferry.planner.coverage import PlaneRead
-from kvferry.planner.descriptors import MemoryPair
+from kvferry.planner.descriptors import BlockRows, MemoryPair
 from kvferry.planner.line_rule import Stripe
 from kvferry.planner.request_blocks import GroupRequest, NeededBlocks
 from kvferry.planner.rows import (
     AlikePlanes,
+    Cells,
     Cut,
     Int64s,
     RowExtent,
-    RowLoop,
     Rows,
     alike,
     extents_of,
@@ -99,7 +101,29 @@ class Lane:
         return lru_cache(ROWS_KEPT)(partial(rows_of, self.planes, across=across))
 
     @cached_property
-    def loops(self) -> Callable[[int, Cut], tuple[RowLoop, ...]]:
+    def block_rows(self) -> Callable[[Cut], tuple[BlockRows, BlockRows]]:
+        """The rows of a cut that go on in the next block, on both sides, and the others; cached like `rows`."""
+        return lru_cache(ROWS_KEPT)(self._block_rows)
+
+    def _block_rows(self, cut: Cut) -> tuple[BlockRows, BlockRows]:
+        rows, source, destination = self.rows(cut), self.source, self.destination
+        streams = (rows.length == source.block_stride) & (rows.length == destination.block_stride)
+        one, other = (
+            BlockRows(
+                source=rows.source[chosen].view(np.uint64),
+                destination=rows.destination[chosen].view(np.uint64),
+                length=rows.length[chosen].view(np.uint64),
+                source_stride=source.block_stride,
+                destination_stride=destination.block_stride,
+                source_blocks=source.num_blocks,
+                destination_blocks=destination.num_blocks,
+            )
+            for chosen in (streams, ~streams)
+        )
+        return one, other
+
+    @cached_property
+    def loops(self) -> Callable[[int, Cut], tuple[tuple[Cells, Cells], ...]]:
         """The loops that copy a cut of the planes at an index of `planes`; cached like `rows`."""
         planes = self.planes
         return lru_cache(ROWS_KEPT)(lambda alike, cut: loops_of(planes[alike], cut))

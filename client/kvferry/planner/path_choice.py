@@ -16,7 +16,12 @@ import numpy as np
 from kvferry.errors import InvalidField
 from kvferry.geometry.plane import MemoryKind
 from kvferry.planner.lane import Lane
-from kvferry.planner.prepared_tables import RECURRING_LIMIT, sample
+
+RECURRING_LIMIT = 512
+"""Pieces per period up to which all pieces of a lane are looked at. With more, a stretch of them stands for all."""
+
+RECURRING_CELLS = 1 << 23
+"""States times units per period, over all planes of a lane, up to which all pieces are looked at."""
 
 
 class Path(enum.Enum):
@@ -137,7 +142,7 @@ def _only_direct(lane: Lane, rule: PathRule) -> str:
 
 def work_of(lane: Lane, most: int = RECURRING_LIMIT) -> Work:
     """The work of a typical part of a lane, of about `most` pieces at most."""
-    end = sample(lane, most)
+    end = _sample(lane, most)
     found = lane.line.pieces(0, end)
     rows = [(lane.rows(alike.cut), len(alike.source_block)) for alike in found]
     return Work(
@@ -148,3 +153,13 @@ def work_of(lane: Lane, most: int = RECURRING_LIMIT) -> Work:
         runs=sum(row.unfused * count for row, count in rows),
         source_blocks=len(np.unique(np.concatenate([alike.source_block for alike in found]))) if found else 0,
     )
+
+
+def _sample(lane: Lane, most: int) -> int:
+    """The end of a stretch of a lane's line that is typical of all of it: a period; if that is too long, a block of the
+    destination; if even that has more than `most` pieces, the beginning of a block."""
+    line = lane.line
+    cells = line.period * sum(len(read.units) for read in lane.reads)
+    if line.pieces_per_period <= min(most, RECURRING_LIMIT) and cells <= RECURRING_CELLS:
+        return line.period
+    return min(line.destination_step, most * line.steps[0])

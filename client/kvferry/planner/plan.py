@@ -6,7 +6,7 @@ incarnation; `ReadPlan.expand` then turns the block ids of each request into des
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -20,8 +20,7 @@ from kvferry.planner.coverage import Coverer, Indexed, PlaneRead
 from kvferry.planner.expansion import Expansion, expand, together
 from kvferry.planner.footprint import BlockMap, Footprint, request_blocks
 from kvferry.planner.lane import Lane, build_lanes
-from kvferry.planner.path_choice import Path, PathChoice, PathRule, choose_path
-from kvferry.planner.prepared_tables import RECURRING_LIMIT, Tables, part_of_tables, prepare_tables
+from kvferry.planner.path_choice import RECURRING_LIMIT, Path, PathChoice, PathRule, choose_path
 from kvferry.planner.request_blocks import GroupRequest, check_groups, missing, needed, promised, written
 
 MAX_SIZE = 1 << 14
@@ -29,7 +28,8 @@ MAX_SIZE = 1 << 14
 
 READS_KEPT = 1 << 16
 """The most reads that all kept parts for some layers (`ReadPlan.of_layers`) have together. There are as many parts as
-steps of a chunk; more only where a reader is late, or where a source never names the same layers twice."""
+steps of a chunk, or as layers that are read one after the other; more only where a reader is late, or where a source
+never names the same layers twice."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +42,6 @@ class ReadPlan:
         lanes: the same reads, gathered for expansion.
         paths: the path of each lane's bytes, chosen by `rule`.
         rule: how paths are chosen.
-        tables: rows that NIXL prepares once per peer.
     """
 
     source: EngineGeometry
@@ -53,20 +52,17 @@ class ReadPlan:
     lanes: tuple[Lane, ...]
     paths: tuple[PathChoice, ...]
     rule: PathRule
-    tables: Tables
 
     @cached_property
     def staged(self) -> frozenset[Lane]:
         """The lanes that go through staging memory."""
-        return frozenset(_lanes_by(Path.STAGED, self.lanes, self.paths))
+        return frozenset(
+            lane for lane, choice in zip(self.lanes, self.paths, strict=True) if choice.path is Path.STAGED
+        )
 
     def choose_paths(self, rule: PathRule) -> ReadPlan:
         """The same plan with its paths chosen by another rule."""
-        return self._of(self.reads, self.lanes, rule)
-
-    def _of(self, reads: tuple[PlaneRead, ...], lanes: tuple[Lane, ...], rule: PathRule) -> ReadPlan:
-        paths, tables = _paths_and_tables(lanes, rule)
-        return replace(self, reads=reads, lanes=lanes, paths=paths, rule=rule, tables=tables)
+        return replace(self, paths=tuple(choose_path(lane, rule) for lane in self.lanes), rule=rule)
 
     @property
     def source_ranks(self) -> tuple[int, ...]:
@@ -80,41 +76,29 @@ class ReadPlan:
         return tuple(group for group in self.destination.groups if group.name in names)
 
     def only(self, wanted: Callable[[Plane], bool]) -> ReadPlan:
-        """The part of the plan that reads the destination planes for which `wanted` is true: some layers, say.
-
-        Such parts have tables of their own, so make them once. A rank that reads its layers in several parts gets each
-        byte once.
-        """
-        reads, lanes = self._part(wanted)
-        return self._of(reads, tuple(lanes), self.rule)
-
-    def _part(self, wanted: Callable[[Plane], bool]) -> tuple[tuple[PlaneRead, ...], dict[Lane, Lane]]:
-        """The reads of some destination planes, and their lanes, with the lane of this plan that each is a part of."""
+        """The part of the plan that reads the destination planes for which `wanted` is true: some layers, say. A rank
+        that reads its layers in several parts gets each byte once."""
         reads = tuple(read for read in self.reads if wanted(read.destination))
-        lanes = {}
-        for lane in self.lanes:
-            members = tuple(read for read in lane.reads if wanted(read.destination))
-            if members:
-                lanes[replace(lane, reads=members)] = lane
-        return reads, lanes
+        lanes = [
+            replace(lane, reads=members)
+            for lane in self.lanes
+            if (members := tuple(read for read in lane.reads if wanted(read.destination)))
+        ]
+        return replace(self, reads=reads, lanes=tuple(lanes)).choose_paths(self.rule)
 
     @cached_property
     def layers(self) -> frozenset[str]:
         return frozenset(read.destination.layer for read in self.reads)
 
     def of_layers(self, layers: Collection[str]) -> ReadPlan:
-        """The part of the plan that reads these layers, for one step of a request. Unlike the parts of `only`, these
-        parts share the plan's tables, since the source chooses the layers of a step. The latest parts are kept."""
+        """The part of the plan that reads these layers. The latest parts are kept."""
         wanted = frozenset(layers)
         if wanted == self.layers:
             return self
         part = self._of_layers.get(wanted)
         if part is None:
-            reads, lanes = self._part(lambda plane: plane.layer in wanted)
-            paths = tuple(choose_path(lane, self.rule) for lane in lanes)
-            tables = part_of_tables(self.tables, lanes)
-            part = replace(self, reads=reads, lanes=tuple(lanes), paths=paths, tables=tables)
-            if sum(1 + len(kept.reads) for kept in self._of_layers.values()) + len(reads) >= READS_KEPT:
+            part = self.only(lambda plane: plane.layer in wanted)
+            if sum(1 + len(kept.reads) for kept in self._of_layers.values()) + len(part.reads) >= READS_KEPT:
                 self._of_layers.clear()
             self._of_layers[wanted] = part
         return part
@@ -180,7 +164,7 @@ class ReadPlan:
 
     def expand_needed(self, wanted: Mapping[str, GroupRequest]) -> Expansion:
         """The descriptors of the needed blocks, by group, which `needed` has checked."""
-        expansion = expand(self.lanes, self.tables, self.staged, wanted)
+        expansion = expand(self.lanes, self.staged, wanted)
         blocks = request_blocks(*self.groups_by_name, wanted)
         sources = tuple(
             replace(found, footprint=Footprint(self._block_maps[found.source_rank], blocks))
@@ -221,18 +205,8 @@ def plan_read(
     lanes = build_lanes(covering.reads, _by_name(source), _by_name(destination))
     _check_size(lanes)
     rule = rule or PathRule()
-    paths, tables = _paths_and_tables(lanes, rule)
-    return ReadPlan(source, destination, mine, covering.reads, covering.uncovered, lanes, paths, rule, tables)
-
-
-def _paths_and_tables(lanes: tuple[Lane, ...], rule: PathRule) -> tuple[tuple[PathChoice, ...], Tables]:
-    """The path of each lane, and tables for those that are read directly; staged rows are read by address."""
     paths = tuple(choose_path(lane, rule) for lane in lanes)
-    return paths, prepare_tables(_lanes_by(Path.DIRECT, lanes, paths))
-
-
-def _lanes_by(path: Path, lanes: Iterable[Lane], paths: Iterable[PathChoice]) -> Iterator[Lane]:
-    return (lane for lane, choice in zip(lanes, paths, strict=True) if choice.path is path)
+    return ReadPlan(source, destination, mine, covering.reads, covering.uncovered, lanes, paths, rule)
 
 
 def _by_name(engine: EngineGeometry) -> dict[str, Group]:

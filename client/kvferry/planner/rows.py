@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -149,19 +150,27 @@ def rows_of(planes: Iterable[AlikePlanes], cut: Cut, *, across: bool) -> Rows:
     return Rows(source, destination, length, sum(part.unfused for part in parts))
 
 
-@dataclass(frozen=True, slots=True)
-class RowLoop:
-    """Cells of one plane, of `cell` bytes, at equal steps on both sides. `source` and `destination` are the offsets of
-    the first cell, `axes` (count, source stride, destination stride), the longest destination strides first."""
+class Cells(NamedTuple):
+    """A strided array of cells of `size` contiguous bytes each; strides are in bytes."""
 
-    source: int
-    destination: int
-    axes: tuple[tuple[int, int, int], ...]
-    cell: int
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    size: int
+
+    @property
+    def length(self) -> int:
+        """Bytes from the first cell to the end of the last, holes included."""
+        return sum((count - 1) * stride for count, stride in zip(self.shape, self.strides, strict=True)) + self.size
+
+    def times(self, count: int, stride: int, base: int) -> Cells:
+        """The cells behind `base`, repeated along another axis, the first."""
+        return Cells(base + self.address, (count, *self.shape), (stride, *self.strides), self.size)
 
 
-def loops_of(members: AlikePlanes, cut: Cut) -> tuple[RowLoop, ...]:
-    """The cells of a cut: one loop, unless the strides between its states differ."""
+def loops_of(members: AlikePlanes, cut: Cut) -> tuple[tuple[Cells, Cells], ...]:
+    """The cells of a cut in one plane and block, of both sides, by offset: one pair, unless the strides between its
+    states differ. The axes with the longest destination strides come first."""
     source = members.source.states(cut.source, cut.count)
     destination = members.destination.states(cut.destination, cut.count)
     steps = list(zip(np.diff(source).tolist(), np.diff(destination).tolist(), strict=True))
@@ -184,7 +193,10 @@ def loops_of(members: AlikePlanes, cut: Cut) -> tuple[RowLoop, ...]:
         elif members.units > 1:
             axes.append(units)
         axes.sort(key=lambda axis: -axis[2])
-        found.append(RowLoop(int(source[first]), int(destination[first]), tuple(axes), cell))
+        counts, there, here = (tuple(column) for column in zip(*axes, strict=True)) if axes else ((), (), ())
+        found.append(
+            (Cells(int(source[first]), counts, there, cell), Cells(int(destination[first]), counts, here, cell))
+        )
         first = last + 1
     return tuple(found)
 

@@ -14,26 +14,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.geometry.blocks import split_runs
-from kvferry.planner.descriptors import MemoryPair, RawDescriptors
+from kvferry.planner.descriptors import Descriptors, MemoryPair
 from kvferry.planner.lane import Lane, Segment
-from kvferry.planner.rows import Int64s, RowExtent
+from kvferry.planner.rows import Cells, Int64s, RowExtent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """Runs of `cell` contiguous bytes to copy on the destination's device: for every i, along all axes, from place
-    ``places[i]`` (rising) to block ``ids[i]``, ``int64[n]`` each. `source` and `destination` are the addresses of place
-    0 and block 0, with the bytes between places and blocks; `axes` has (count, source stride, destination stride) of
-    each axis within a block."""
+    """Cells to copy on the destination's device: for every i, those at index ``places[i]`` (rising) of `source`,
+    ``[places, ...]``, to index ``ids[i]`` of `destination`, ``[blocks, ...]``. `places` and `ids` are ``int64[n]``."""
 
-    source: int
-    source_stride: int
+    source: Cells
     places: Int64s
-    destination: int
-    destination_stride: int
+    destination: Cells
     ids: Int64s
-    axes: tuple[tuple[int, int, int], ...]
-    cell: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,10 +125,10 @@ class Batch:
             for rows in self.rows
         )
 
-    def descriptors(self, slot: int, memory: MemoryPair) -> RawDescriptors:
+    def descriptors(self, slot: int, memory: MemoryPair) -> Descriptors:
         """The descriptors that read the rows to the address `slot`."""
         columns = (self.source, self.offset + slot, self.length)
-        return RawDescriptors(memory, *(column.view(np.uint64) for column in columns))
+        return Descriptors(memory, *(column.view(np.uint64) for column in columns))
 
     def copies(self, slot: int) -> Iterator[Copy]:
         """The copies from the address `slot` into the destination's blocks."""
@@ -149,10 +143,10 @@ class Batch:
                     members = lane.planes[alike]
                     source = slot + rows.offset + int(members.source_base[plane]) - rows.extent.source
                     destination = int(members.destination_base[plane])
-                    for loop in lane.loops(alike, piece.cut):
-                        there = source + loop.source, rows.extent.length, places
-                        here = destination + loop.destination, lane.destination.block_stride, ids
-                        yield Copy(*there, *here, loop.axes, loop.cell)
+                    for there, here in lane.loops(alike, piece.cut):
+                        read = there.times(int(places[-1]) + 1, rows.extent.length, source)
+                        written = here.times(int(ids.max()) + 1, lane.destination.block_stride, destination)
+                        yield Copy(read, places, written, ids)
 
 
 def staged_read(lane: Lane, found: Sequence[Segment]) -> StagedRead | None:

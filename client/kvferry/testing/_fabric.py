@@ -17,7 +17,6 @@ from kvferry._forks import Closing
 from kvferry._integrity.summed_blocks import IntegrityOptions
 from kvferry._loop import Loop
 from kvferry._network import FABRICS, Network, fabrics
-from kvferry._transport.agents import Agents
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._wire.channel import TlsContent
@@ -253,7 +252,7 @@ class Fabric(Closing):
         """Make the network of a new client."""
         member = _Member(self.address, self._wire, self._begin, self._clock)
         # Costs measured within one process would not be those of a network, and would differ from run to run.
-        network = Network(member.dial, Agents(member.process), Costs(), self._clock.now, self._loops.append)
+        network = Network(member.dial, member.process, Costs(), self._clock.now, self._loops.append)
         self._members[network] = member
         return network
 

@@ -31,8 +31,6 @@ from kvferry.geometry.plane import MemoryKind
 
 DRAM, VRAM = "DRAM", "VRAM"
 SUCCESS, IN_PROGRESS = "SUCCESS", "IN_PROGRESS"
-MYSELF = ""
-"""Names the agent itself when a list is prepared."""
 
 Kept = TypeVar("Kept")
 Rows: TypeAlias = npt.NDArray[np.uint64]
@@ -181,7 +179,6 @@ class Process:
     NIXL_READ = "READ"
     NIXL_SUCCESS = SUCCESS
     NIXL_IN_PROG = IN_PROGRESS
-    NIXL_INIT_AGENT = MYSELF
     NIXL_THREAD_SYNC_NONE = "NONE"
     DRAM_SEG = DRAM
     VRAM_SEG = VRAM
@@ -210,15 +207,6 @@ class _LoadedAgent:
     connected: bool = False
 
 
-@dataclass(slots=True)
-class _Table:
-    """A prepared list: the agent that owns the memory, and addresses and lengths, ``uint64[n]``."""
-
-    owner: str
-    address: Rows
-    length: Rows
-
-
 class Agent:
     """A serving or reading agent, with the methods of a NIXL agent."""
 
@@ -228,7 +216,6 @@ class Agent:
         self.start = secrets.token_hex(8)
         self.regions = RegionMap(name, ())
         self._peers: dict[str, _LoadedAgent] = {}
-        self._tables: dict[int, _Table] = {}
         self._reads: dict[int, PostedRead] = {}
         self._numbers = itertools.count(1)
         process.wire.agents[name] = self
@@ -256,36 +243,19 @@ class Agent:
     def invalidateRemoteMD(self, peer: str) -> None:
         del self._peers[peer]
 
-    def prepXferDlist(self, owner: str, kind: str, rows: Rows, backends: list[str]) -> int:
-        """`rows` are ``uint64[n, 5]``: address, length, device, stride, count."""
-        count = rows[:, 4].astype(np.int64)
-        first = np.repeat(np.cumsum(count) - count, count)
-        place = (np.arange(int(count.sum())) - first).astype(np.uint64)
-        address = np.repeat(rows[:, 0], count) + place * np.repeat(rows[:, 3], count)
-        return self._keep(self._tables, _Table(owner, address, np.repeat(rows[:, 1], count)))
-
-    def releasedDlistH(self, number: int) -> None:
-        del self._tables[number]
-
     def createXferReq(
         self, operation: str, local: Segments, remote: Segments, peer: str, message: bytes, backends: list[str]
     ) -> int:
         (_, mine), (_, theirs) = local, remote
-        return self._read(peer, theirs[:, 0], mine[:, 0], mine[:, 1])
-
-    def makeXferReq(
-        self,
-        operation: str,
-        local: int,
-        mine: npt.NDArray[np.int32],
-        remote: int,
-        theirs: npt.NDArray[np.int32],
-        message: bytes,
-        backends: list[str],
-        skip_merging: bool,
-    ) -> int:
-        here, there = self._tables[local], self._tables[remote]
-        return self._read(there.owner, there.address[theirs], here.address[mine], here.length[mine])
+        source, destination, length = theirs[:, 0], mine[:, 0], mine[:, 1]
+        known = self._peers[peer]
+        known.regions.check_ranges("source", MemoryKind.DRAM, 0, source, length)
+        self.regions.check_ranges("destination", MemoryKind.DRAM, 0, destination, length)
+        # The first read of a link reads a few bytes, to connect.
+        connects, known.connected = not known.connected, True
+        number = next(self._numbers)
+        self._reads[number] = PostedRead(peer, source, destination, length, connects)
+        return number
 
     def postXferReq(self, number: int, message: bytes) -> str:
         read = self._reads[number]
@@ -309,14 +279,6 @@ class Agent:
     def releaseXferReq(self, number: int) -> None:
         del self._reads[number]
 
-    def _read(self, peer: str, source: Rows, destination: Rows, length: Rows) -> int:
-        known = self._peers[peer]
-        known.regions.check_ranges("source", MemoryKind.DRAM, 0, source, length)
-        self.regions.check_ranges("destination", MemoryKind.DRAM, 0, destination, length)
-        # The first read of a link reads a few bytes, to connect.
-        connects, known.connected = not known.connected, True
-        return self._keep(self._reads, PostedRead(peer, source, destination, length, connects))
-
     def _check_source(self, read: PostedRead) -> None:
         """Raise `RemoteDisconnected` unless the agents on both sides of a read are alive."""
         source, known = self.process.wire.agents.get(read.peer), self._peers.get(read.peer)
@@ -324,11 +286,6 @@ class Agent:
             raise RemoteDisconnected(f"agent {read.peer!r} is gone")
         if self.process.killed:
             raise RemoteDisconnected(f"the process of agent {self.name!r} was killed")
-
-    def _keep(self, where: dict[int, Kept], what: Kept) -> int:
-        number = next(self._numbers)
-        where[number] = what
-        return number
 
 
 def _regions(segments: Segments) -> list[MemoryRegion]:

@@ -29,9 +29,7 @@ class PublicationStep:
     unfinished: Unfinished | None = None  # blocks that readers may read layer by layer; not in the last step
     mark_ends: tuple[int, ...] = ()  # ends of the prompt's marks, beside those of earlier steps
     hint_digest: bytes = b""  # of the hint in the reference, with the only step; empty: no hint
-    encoded: bytes = field(
-        default=b"", repr=False
-    )  # part of an encoded ReadBlocksResponse, as readers get it
+    encoded: bytes = field(default=b"", repr=False)  # part of an encoded ReadBlocksResponse, as readers get it
     size: int = field(init=False, repr=False, compare=False)  # estimated bytes in memory
 
     def __post_init__(self) -> None:

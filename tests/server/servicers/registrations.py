@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from kvferry._wire.geometry_codec import rank_to_proto
+from kvferry._wire.geometry_codec import agent_to_proto, rank_to_proto
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.engine_description import agent_to_proto
 from kvferry_server.servicers import decode
 from tests.support.node_in_process import register_request
 from tests.support.parties import rank_geometry
@@ -13,7 +12,8 @@ from tests.support.parties import rank_geometry
 def size_of(request: pb.RegisterCacheRequest) -> int:
     """Bytes of a rank and its agent as sent to readers."""
     made = decode.registration(request)
-    return rank_to_proto(made.geometry).ByteSize() + agent_to_proto(made.agent).ByteSize()
+    agent = 0 if made.agent is None else agent_to_proto(made.agent).ByteSize()
+    return rank_to_proto(made.geometry).ByteSize() + agent
 
 
 def of_size(size: int, rank: int = 0, ranks: int = 1) -> pb.RegisterCacheRequest:
