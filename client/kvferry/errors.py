@@ -262,8 +262,11 @@ class PublicationReleased(NotFound, reason="PUBLICATION_RELEASED"):
 
 
 class PrefixMiss(NotFound, reason="PREFIX_MISS"):
-    """The engine that was asked for the beginning of a prompt has nothing to read, or did not answer. Values:
-    engine_id; why, the name of a `kvferry.MissReason`."""
+    """The engine that was asked for the beginning of a prompt has nothing to read, or did not answer in time. Values:
+    engine_id; why, the name of a `kvferry.v1.MissReason` without its prefix."""
+
+    def __init__(self, problem: str, *, engine_id: str, why: str) -> None:
+        super().__init__(problem, engine_id=engine_id, why=why)
 
 
 class Unavailable(KvferryError, code="UNAVAILABLE"):

@@ -13,11 +13,13 @@ from google.protobuf.message import DecodeError
 
 from kvferry._clock import LONGEST
 from kvferry._control.acquisition import HOME_PATIENCE, Acquired, AcquireRequest, Acquisition
+from kvferry._control.asking import answer_of
 from kvferry._control.batches import read_done
 from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedSteps
 from kvferry._control.homes import Homes
 from kvferry._control.notifier import Message, Notifier
+from kvferry._control.questions import AskedPrefix
 from kvferry._control.reader_lease import Confirm, ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._control.right_prompt import PromptCheck, ReaderPrompt
@@ -25,7 +27,14 @@ from kvferry._loop import Loop
 from kvferry._prompt import Prompt
 from kvferry._tracing import NO_SPAN, Span
 from kvferry._wire.authority import new_read_id, read_id_of
-from kvferry._wire.reference import MAX_HINT_BLOCKS, format_reference, hint_digest, parse_reference
+from kvferry._wire.reference import (
+    MAX_HINT_BLOCKS,
+    format_reference,
+    hint_digest,
+    parse_engine_reference,
+    parse_reference,
+    question_reference,
+)
 from kvferry._wire.token import EngineToken, engine_ref
 from kvferry.errors import InternalError, InvalidField, KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -148,6 +157,38 @@ class LeaseHolder:
             progressive=progressive,
         )
 
+    def question(
+        self,
+        asked: AskedPrefix,
+        read_id: str,
+        *,
+        parties: int,
+        timeout: float,
+        request_id: str,
+        traceparent: str,
+        progressive: bool = False,
+    ) -> AcquireRequest:
+        """Make the request for a read of what an engine is asked for. Raises as `request`, also for a reference of an
+        engine that is none."""
+        engine = parse_engine_reference(asked.engine_reference)
+        reference = question_reference(self._homes.address_of(engine), engine.engine_id)
+        request = self.request(
+            reference,
+            read_id,
+            parties=parties,
+            expected_reads=0,
+            timeout=timeout,
+            prompt=asked.prompt,
+            request_id=request_id,
+            traceparent=traceparent,
+            progressive=progressive,
+        )
+        if self._prompt_check is PromptCheck.COMPARE:
+            # An answer without marks is none: this engine has said its prompt.
+            request.prompt = ReaderPrompt(asked.prompt, PromptCheck.REQUIRE, request_id, self._reader.engine_id)
+        request.asked = asked
+        return request
+
     def check(self, reference: str, prompt: Prompt) -> None:
         """Raise `BadReference` or `HomeNotAllowed` for a reference that cannot be read, and `PromptMismatch` if the
         reference itself has a mark of another prompt."""
@@ -196,6 +237,18 @@ class LeaseHolder:
             expected_reads=request.expected_reads,
         )
         return Acquisition(self._loop, request, asked, self._renewals, self._give_up, self._aside, changed)
+
+    async def first(self, request: AcquireRequest, acquisition: Acquisition) -> Acquired:
+        """Wait for the first blocks of an acquisition; ask the engine for them before, if the request says so. Raises
+        as `Acquisition.first`, and `PrefixMiss`."""
+        if request.asked is None:
+            return await acquisition.first()
+        withdraw = partial(self.withdraw, request)
+        return await answer_of(self._loop, request, request.asked, self._reader, acquisition, withdraw)
+
+    def withdraw(self, request: AcquireRequest) -> None:
+        """Tell the home that nobody will read the answer to a question: its source then has the blocks back at once."""
+        self.decline(request.text, HOME_PATIENCE)
 
     def drop(self, acquired: Acquired) -> None:
         """Stop renewing a lease whose read has ended."""
@@ -250,17 +303,17 @@ class LeaseHolder:
         """Until when, from now, the home is asked to validate a read from a hint, on the loop's clock."""
         return min(request.deadline, self._loop.now() + HOME_PATIENCE)
 
-    def decline(self, reference: str) -> None:
+    def decline(self, reference: str, patience: float = DECLINE_PATIENCE) -> None:
         """Tell the home that this engine will not read a publication (PROTOCOL, Leases 8).
 
-        The message is repeated for `DECLINE_PATIENCE` if the home cannot be reached, or is recovering.
+        The message is repeated for `patience` seconds if the home cannot be reached, or is recovering.
 
         Raises:
             BadReference, HomeNotAllowed: see `request`.
         """
         home = self._homes.of(parse_reference(reference))
         decline = pb.Notification(decline=pb.Decline(reference=reference))
-        self._notifier.send(home, [Message(decline, self._loop.now() + DECLINE_PATIENCE)])
+        self._notifier.send(home, [Message(decline, self._loop.now() + patience)])
 
     async def close(self, timeout: float) -> None:
         """Stop repeating messages, and wait at most `timeout` seconds for leases of cancelled reads that may still be

@@ -235,7 +235,7 @@ class LeasedReads(Generic[SomeRead]):
         acquisition = self._holder.acquire(read.request, partial(self._lease_changed, read))
         overdue = self._loop.at(read.request.deadline + RANKS_GRACE, partial(self._never_heard, read))
         try:
-            acquired = await acquisition.first()
+            acquired = await self._holder.first(read.request, acquisition)
         except KvferryError as error:
             self._not_granted(read, error.with_traceback(None))
             return
@@ -332,6 +332,9 @@ class LeasedReads(Generic[SomeRead]):
             self._holder.drop(acquired)
         else:
             self._holder.let_go(read.request.home, acquired)
+        if read.request.asked is not None and (read.error is not None or not reported):
+            # Nobody else reads the answer to this engine's question.
+            self._holder.withdraw(read.request)
 
     def _never_heard(self, read: SomeRead) -> None:
         """Refuse a read whose acquisition has not ended by its deadline: gRPC may get no thread to report the end."""
