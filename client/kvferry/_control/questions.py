@@ -73,12 +73,14 @@ class AskedPrefix:
         )
 
     def check(self, blocks: dict[str, Blocks], *, complete: bool) -> None:
-        """Raise `BlocksShort` if the answer has not what was asked for: blocks that begin at or before the first token,
-        and, once all are known, end behind it."""
-        # Of a window and of a state, the source has what the end of its blocks needs.
-        for name in (group.name for group in self.groups if group.kind is GroupKind.TOKENS):
-            found = blocks.get(name)
-            begin, end = (0, 0) if found is None else (found.first_token, found.end_token or 0)
+        """Raise `BlocksShort` if the answer has not what was asked for: blocks of which some begin at or before the
+        first token, and, once all are known, all end behind it."""
+        # Of a window and of a state, the source has what the end of its blocks needs. To some engines, windows are
+        # groups of tokens whose tables begin late.
+        found = {group.name: blocks.get(group.name) for group in self.groups if group.kind is GroupKind.TOKENS}
+        begin = min((0 if listed is None else listed.first_token for listed in found.values()), default=0)
+        for name, listed in found.items():
+            end = 0 if listed is None else listed.end_token or 0
             if begin > self.first_token or (complete and end <= self.first_token):
                 raise BlocksShort(name, "source", f"tokens from {self.first_token}", f"tokens [{begin}, {end})")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvferry import _arguments as arguments
@@ -175,6 +175,11 @@ class SchedulerPort(Closing):
         seconds if nobody reads. An engine that answers nothing makes each asker wait for its whole time.
         """
         return self._publications.questions()
+
+    def on_question(self, heard: Callable[[], object]) -> None:
+        """Call `heard` for each new question, on a thread of the SDK, which must not wait. For engines that run no
+        steps while they have nothing to do."""
+        self._publications.on_question(heard)
 
     def miss(self, question: Question, reason: MissReason) -> None:
         """Answer a question with nothing. Does nothing for a question that has ended.
