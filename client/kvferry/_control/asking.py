@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
-from kvferry._control.acquisition import Acquired, AcquireRequest, Acquisition
+from kvferry._control.acquisition import Acquired, Acquisition
 from kvferry._control.questions import AskedPrefix, MissReason
 from kvferry._control.retrying import retrying
-from kvferry._loop import Loop
 from kvferry.errors import BlocksShort, KvferryError, NotFound, PrefixMiss, PublicationTimeout, Refused
 from kvferry.v1 import kv_transfer_pb2 as pb
 
@@ -20,43 +20,50 @@ SHORTEST_WAIT = 0.001
 """Seconds; zero would be the contract's default."""
 
 
-async def answer_of(
-    loop: Loop,
-    request: AcquireRequest,
-    asked: AskedPrefix,
-    reader: pb.EngineRef,
-    acquisition: Acquisition,
-    withdraw: Callable[[], object],
-) -> Acquired:
-    """Ask an engine, and wait for its answer, as `Acquisition.first` does.
+class AskingAcquisition(Acquisition):
+    """The acquisition of what an engine is asked for.
 
-    `withdraw` is called if the question may be open, or an answer may come, and nobody will read it.
-
-    Raises:
-        PrefixMiss: there is nothing to read, or no answer has come in time.
-        KvferryError: the home has refused the question, or the answer is of another prompt.
+    Args:
+        prefix: what it is asked for.
+        withdraw: called if an answer may come, or has come, and nobody will read it. Not if the home has not taken the
+            question: then it cannot be reached, and has no question after a moment.
+        given: the arguments of `Acquisition`.
     """
-    until = loop.now() + asked.wait
 
-    async def ask(left: float) -> None:
-        wait = max(SHORTEST_WAIT, until - loop.now())
-        question = pb.NotifyRequest(sender=reader, notifications=[asked.message(request.text, wait)])
+    def __init__(self, prefix: AskedPrefix, withdraw: Callable[[], object], *given: Any) -> None:
+        super().__init__(*given)
+        self._prefix = prefix
+        self._withdraw = withdraw
+
+    async def first(self, check: Callable[[Acquired], object] | None = None) -> Acquired:
+        """Ask the engine, and wait for its answer; see `Acquisition.first`.
+
+        Raises:
+            PrefixMiss: there is nothing to read, or no answer has come in time.
+            KvferryError: the home has refused the question, or the answer is of another prompt.
+        """
+        until, taken = self._loop.now() + self._prefix.wait, False
+        try:
+            await retrying(lambda left: self._tell(until, left), until)
+            taken = True
+            # The blocks have to be there in time, and not only the lease: the engine waits instead of computing.
+            answer = super().first(lambda found: self._prefix.check(found.blocks, complete=found.complete))
+            return await asyncio.wait_for(answer, until + LATE_ANSWER - self._loop.now())
+        except asyncio.CancelledError:
+            self._withdraw()
+            raise
+        except (KvferryError, asyncio.TimeoutError) as error:
+            # A home that refuses the read, or says that there is nothing, has no question any more.
+            if taken and not isinstance(error, (Refused, NotFound)):
+                self._withdraw()
+            raise _missed(self._request.reference.engine_id, error) from None
+
+    async def _tell(self, until: float, left: float) -> None:
+        """Tell the home the question, in at most `left` seconds."""
+        request, wait = self._request, max(SHORTEST_WAIT, until - self._loop.now())
+        question = self._prefix.message(request.text, wait)
         with request.span.calling():
-            await request.home.notify_one(question, left)
-
-    try:
-        await retrying(ask, until)
-        # The answer has to be there in time, and not only the lease: the engine waits for it instead of computing.
-        first = acquisition.first(lambda found: asked.check(found.blocks, complete=found.complete))
-        return await asyncio.wait_for(first, until + LATE_ANSWER - loop.now())
-    except asyncio.CancelledError:
-        withdraw()
-        raise
-    except (KvferryError, asyncio.TimeoutError) as error:
-        # A home that refuses has no question, and one that says that there is nothing has none any more.
-        if not isinstance(error, (Refused, NotFound)):
-            withdraw()
-        raise _missed(request.reference.engine_id, error) from None
+            await request.home.notify_one(pb.NotifyRequest(sender=self._asked.reader, notifications=[question]), left)
 
 
 def _missed(engine_id: str, error: Exception) -> Exception:

@@ -90,7 +90,8 @@ class HomeSession:
         self._unacknowledged: set[int] = set()
         """Numbers of released publications that are to be acknowledged."""
         self._acknowledging: asyncio.Task[None] | None = None
-        self._notifier = Notifier(loop, self._engine, self._secret)
+        self._declines = Notifier(loop, self._engine)
+        self._misses = Notifier(loop, self._engine, self._secret)
         self.asked = News()
         self._questions = Questions(loop.now)
         self.on_question(self.asked.tell)
@@ -200,7 +201,7 @@ class HomeSession:
         """See `SchedulerPort.miss`."""
         if self._questions.end(question):
             miss = pb.Notification(miss=pb.Miss(question=question.number, reason=reason.value))
-            self._loop.call(partial(self._notifier.send, self._control, [Message(miss, question.deadline)]))
+            self._loop.call(partial(self._misses.send, self._control, [Message(miss, question.deadline)]))
 
     def unreleased(self) -> tuple[Publication, ...]:
         """See `EngineSession.unreleased`."""
@@ -241,7 +242,8 @@ class HomeSession:
 
     async def _close(self, timeout: float) -> None:
         await self._sender.close(timeout)
-        await self._notifier.close(0.0)
+        for notifier in (self._declines, self._misses):
+            await notifier.close(0.0)
         failure = self._watcher.failure
         await self._watcher.close()
         if failure is None:
@@ -332,7 +334,7 @@ class HomeSession:
         use: those readers wait for the other publication."""
         reference = router_reference("", self.spec.engine_id, router_key=step.router_key, key=step.key)
         decline = pb.Notification(decline=pb.Decline(reference=reference, not_published=True))
-        self._notifier.send(self._control, [Message(decline, self._loop.now() + DECLINE_PATIENCE)])
+        self._declines.send(self._control, [Message(decline, self._loop.now() + DECLINE_PATIENCE)])
 
     def _failed(self, told: pb.Notification, error: KvferryError, partly: bool) -> KvferryError:
         """Record that an attempt to send a step or an abort has failed; returns the error to report. `partly`: the home

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from kvferry._clock import LONGEST
 from kvferry._control.acquisition import HOME_PATIENCE, Acquired, AcquireRequest, Acquisition
-from kvferry._control.asking import answer_of
+from kvferry._control.asking import AskingAcquisition
 from kvferry._control.batches import read_done
 from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedSteps
@@ -236,15 +236,10 @@ class LeaseHolder:
             parties=request.parties,
             expected_reads=request.expected_reads,
         )
-        return Acquisition(self._loop, request, asked, self._renewals, self._give_up, self._aside, changed)
-
-    async def first(self, request: AcquireRequest, acquisition: Acquisition) -> Acquired:
-        """Wait for the first blocks of an acquisition; ask the engine for them before, if the request says so. Raises
-        as `Acquisition.first`, and `PrefixMiss`."""
-        if request.asked is None:
-            return await acquisition.first()
-        withdraw = partial(self.withdraw, request)
-        return await answer_of(self._loop, request, request.asked, self._reader, acquisition, withdraw)
+        given = (self._loop, request, asked, self._renewals, self._give_up, self._aside, changed)
+        if request.asked is not None:
+            return AskingAcquisition(request.asked, partial(self.withdraw, request), *given)
+        return Acquisition(*given)
 
     def withdraw(self, request: AcquireRequest) -> None:
         """Tell the home that nobody will read the answer to a question: its source then has the blocks back at once."""

@@ -162,8 +162,8 @@ class Questions:
             elif kind == "opened" and message.home_epoch != self._epoch:
                 self._end_all()
                 self._epoch, self._highest = message.home_epoch, 0
-            if kind == "lagged" or (kind == "opened" and not message.opened.resumed):
-                self._repeated = set()
+            if kind in ("opened", "lagged"):
+                self._repeated = None if message.opened.resumed else set()
             elif kind == "synced" and self._repeated is not None:
                 for number in self._open.keys() - self._repeated:
                     self._end(number)
@@ -180,14 +180,17 @@ class Questions:
             self._end_all()
 
     def _asked(self, message: pb.Question) -> None:
-        number = message.number
+        number, now = message.number, self._now()
         with self._lock:
             if self._repeated is not None:
                 self._repeated.add(number)
+            # A home does not tell a slow Watch of all ends.
+            for late in [other for other, question in self._open.items() if question.deadline <= now]:
+                self._end(late)
             if number <= self._highest or len(self._open) >= MAX_OPEN:
                 return
             self._highest = number
-        deadline = self._now() + from_duration(message.remaining)
+        deadline = now + from_duration(message.remaining)
         try:
             prompt = prompt_from_proto(message.prompt)
         except InvalidField as error:

@@ -235,7 +235,7 @@ class LeasedReads(Generic[SomeRead]):
         acquisition = self._holder.acquire(read.request, partial(self._lease_changed, read))
         overdue = self._loop.at(read.request.deadline + RANKS_GRACE, partial(self._never_heard, read))
         try:
-            acquired = await self._holder.first(read.request, acquisition)
+            acquired = await acquisition.first()
         except KvferryError as error:
             self._not_granted(read, error.with_traceback(None))
             return
