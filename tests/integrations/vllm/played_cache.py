@@ -11,6 +11,7 @@ import torch
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import (
@@ -18,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.request import Request
@@ -33,6 +35,13 @@ BLOCK, BLOCKS = 16, 400
 HASH = "sha256"
 HEADS: dict[str, Any] = {"num_kv_heads": 4, "head_size": 32, "dtype": torch.bfloat16}
 FULL = FullAttentionSpec(block_size=BLOCK, **HEADS)
+STATES = MambaSpec(
+    block_size=BLOCK,
+    shapes=((3, 16), (4, 8, 8)),
+    dtypes=(torch.bfloat16, torch.float32),
+    mamba_type=MambaAttentionBackendEnum.MAMBA2,
+    mamba_cache_mode="align",
+)
 WINDOW = SlidingWindowSpec(block_size=BLOCK, sliding_window=2 * BLOCK, **HEADS)
 
 
@@ -74,6 +83,7 @@ class Cache:
 
     def schedule(self, tokens: Sequence[int], adapter: str = "", **more: Any) -> Request:
         """A request whose tokens the next step computes."""
+        self.manager.new_step_starts()
         request = self.request(tokens, adapter, **more)
         blocks, computed, _ = self.manager.get_computed_blocks(request)
         new = request.num_tokens - computed

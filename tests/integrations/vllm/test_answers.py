@@ -14,7 +14,7 @@ from kvferry.engine import SchedulerPort
 from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.vllm.answers import MOST_HASHED, Answers
 from kvferry.testing import Fabric
-from tests.integrations.vllm.played_cache import BLOCK, BLOCKS, FULL, WINDOW, Cache
+from tests.integrations.vllm.played_cache import BLOCK, BLOCKS, FULL, STATES, WINDOW, Cache
 from tests.integrations.vllm.played_port import Port
 
 
@@ -89,6 +89,19 @@ def source(fabric: Fabric) -> Callable[..., Source]:
 def ids(blocks: dict[str, Blocks] | MissReason, group: str = "full") -> list[int]:
     assert not isinstance(blocks, MissReason)
     return [int(block) for block in blocks[group].ids]
+
+
+def noted(engine: Source, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens that are hashed at a time from now on."""
+    found: list[int] = []
+    hashes = engine.cache.hash
+
+    def note(lookup: Any) -> int:
+        found.append(hashes(lookup))
+        return found[-1]
+
+    monkeypatch.setattr(engine.cache, "hash", note)
+    return found
 
 
 TEXT = range(100, 100 + 10 * BLOCK)
@@ -217,6 +230,19 @@ def test_windows_are_published_from_where_the_next_token_sees(source: Callable[.
     assert engine.used == 10 + 2
 
 
+def test_state_is_published_at_the_end_of_a_block_that_all_groups_have(source: Callable[..., Source]) -> None:
+    """A state has seen exactly the tokens that are published: those before the token that the asker computes."""
+    engine = source(FULL, STATES)
+    engine.compute(TEXT[: 3 * BLOCK])
+    whole, states = engine.compute(TEXT)
+    # Of a prompt that ends there, the asker needs the state before: vLLM has kept none between.
+    for asked, blocks, index in (([*TEXT, 1], 10, 9), (TEXT, 3, 2)):
+        found = engine.answer(asked)
+        assert isinstance(found, dict)
+        assert ids(found) == whole[:blocks]
+        assert (ids(found, "state-mamba2"), found["state-mamba2"].state_token) == ([states[index]], blocks * BLOCK)
+
+
 def test_no_more_blocks_are_held_than_the_share(source: Callable[..., Source]) -> None:
     engine = source(share=12 / BLOCKS)
     engine.compute(TEXT)
@@ -240,13 +266,13 @@ def test_engine_that_cannot_answer_says_so(source: Callable[..., Source], option
     assert isinstance(engine.answer(TEXT), MissReason)
 
 
-def test_a_step_hashes_a_bounded_number_of_tokens(source: Callable[..., Source], monkeypatch: Any) -> None:
+def test_a_step_hashes_a_bounded_number_of_tokens(
+    source: Callable[..., Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = source(share=1.0)
     text = range(BLOCKS // 2 * BLOCK)
     [computed] = engine.compute(text)
-    hashed: list[int] = []
-    hash_ = engine.cache.hash
-    monkeypatch.setattr(engine.cache, "hash", lambda lookup: hashed.append(hash_(lookup)) or hashed[-1])
+    hashed = noted(engine, monkeypatch)
     longer = [*text, *range(20 * MOST_HASHED)]
     for _ in range(8):
         engine.ask(longer)
@@ -260,12 +286,12 @@ def test_a_step_hashes_a_bounded_number_of_tokens(source: Callable[..., Source],
     assert [ids(blocks) for blocks in engine.port.answers.values()] == [computed] * 8
 
 
-def test_prompt_that_is_not_cached_is_hashed_no_further(source: Callable[..., Source], monkeypatch: Any) -> None:
+def test_prompt_that_is_not_cached_is_hashed_no_further(
+    source: Callable[..., Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = source()
     engine.compute(TEXT)
-    hashed: list[int] = []
-    hash_ = engine.cache.hash
-    monkeypatch.setattr(engine.cache, "hash", lambda lookup: hashed.append(hash_(lookup)) or hashed[-1])
+    hashed = noted(engine, monkeypatch)
     assert engine.answer(range(10**6, 10**6 + 200_000)) is MissReason.NOT_CACHED
     assert hashed == [2048]
 

@@ -10,8 +10,9 @@ from typing import Any, cast
 import pytest
 from vllm.v1.request import RequestStatus
 
-from kvferry import Blocks, EngineSession, MissReason, PublicationTimeout
+from kvferry import Blocks, EngineSession, MissReason
 from kvferry.engine import ReadEnd
+from kvferry.errors import PublicationTimeout
 from kvferry.integrations.vllm.cached import PrefixCache
 from kvferry.integrations.vllm.params import PREFIX_SOURCE
 from kvferry.integrations.vllm.scheduler import ConnectorScheduler

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Callable
 
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
@@ -25,13 +26,13 @@ class InProcess(EngineCore):  # type: ignore[misc]
         self.wake = _scheduler(self)
 
 
-def _scheduler(_: object) -> object:
+def _scheduler(_: object) -> Callable[[], None] | None:
     return waker()
 
 
 def test_engine_that_is_being_made_is_woken_without_an_input() -> None:
     engine = Made()
-    assert callable(engine.wake)
+    assert engine.wake is not None
     engine.wake()
     assert engine.input_queue.get_nowait() == (EngineCoreRequestType.WAKEUP, None)
     # It is handled, as vLLM does, by nothing.
