@@ -200,7 +200,7 @@ class HomeSession:
     def miss(self, question: Question, reason: MissReason) -> None:
         """See `SchedulerPort.miss`."""
         if self._questions.end(question):
-            miss = pb.Notification(miss=pb.Miss(question=question.number, reason=reason.value))
+            miss = pb.Notification(miss=pb.Miss(question=question.number, reason=pb.MissReason.ValueType(reason)))
             self._loop.call(partial(self._misses.send, self._control, [Message(miss, question.deadline)]))
 
     def unreleased(self) -> tuple[Publication, ...]:

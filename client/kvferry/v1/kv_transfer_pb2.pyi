@@ -1896,7 +1896,9 @@ class Prompt(google.protobuf.message.Message):
     """adapter is the name of the LoRA adapter; empty: none. At most 256 bytes."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """token_ids of the prompt, at least one. Of fixed length, so that no engine's step and no home has to decode them one by one."""
+        """token_ids of the prompt, at least one, at most 1 MiB with the rest of the call. Of fixed length, so that nobody decodes them
+        one by one.
+        """
 
     @property
     def inputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PromptInput]:
