@@ -296,12 +296,16 @@ def test_prompt_that_is_not_cached_is_hashed_no_further(
     assert hashed == [2048]
 
 
-def test_question_that_has_ended_is_not_answered(source: Callable[..., Source]) -> None:
+def test_question_that_has_ended_is_not_answered(
+    source: Callable[..., Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = source()
+    hashed = noted(engine, monkeypatch)
     engine.schedule(TEXT)
     before, found = engine.ask(TEXT), engine.ask(TEXT)
     before.open = False
     engine.answers.begin(1)
+    assert hashed == [len(TEXT)]
     held = engine.used
     found.open = False
     engine.answers.computed(1)
