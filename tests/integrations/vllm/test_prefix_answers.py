@@ -3,19 +3,24 @@ long its blocks are held."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
+import torch
 
-from kvferry import MissReason, Prompt, PromptInput, Release, ReleaseOutcome, router_reference
+from kvferry import EngineSpec, MissReason, Prompt, PromptInput, Release, ReleaseOutcome, router_reference
 from kvferry._control.questions import Question
-from kvferry.engine import SchedulerPort
+from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.vllm.answers import MOST_HASHED, Answers
+from kvferry.integrations.vllm.scheduler import ConnectorScheduler
+from kvferry.integrations.vllm.values import StepsDone, WorkerNews
 from kvferry.testing import Fabric
 from tests.integrations.vllm.played_cache import BLOCK, BLOCKS, FULL, STATES, WINDOW, Cache
 from tests.integrations.vllm.played_port import Port
+from tests.support.waiting import until
 
 
 class AskedPort(Port):
@@ -354,3 +359,41 @@ def test_question_costs_a_lookup_of_vllms_own_hashes(source: Callable[..., Sourc
     while not lookup.known:
         engine.cache.hash(lookup)
     assert lookup.block_hashes == request.block_hashes[: len(lookup.block_hashes)] != []
+
+
+def test_engine_without_requests_is_woken_by_a_question(fabric: Fabric) -> None:
+    """vLLM looks for work then, and runs steps until the devices have ended what is published."""
+    cache = Cache(fabric)
+    cache.compute(TEXT)
+    scheduler = ConnectorScheduler(cache.setup)
+    scheduler._registered = {0}
+    woken = threading.Event()
+    scheduler.bind_cache(cache.cache, woken.set)
+    scheduler.step({"r1": len(TEXT)})
+    assert not scheduler.has_work()
+    with fabric.client() as client:
+        worker = WorkerPort(client, cache.setup.spec, 0)
+        worker.register_memory({"0": torch.zeros((BLOCKS, BLOCK, 16), dtype=torch.uint8)})
+        worker.announce(str(scheduler._port.token))
+        reader = SchedulerPort(client, EngineSpec("reader", cache.setup.spec.groups))
+        reader.ask("mine", scheduler._port.engine_reference, Prompt(list(TEXT)), wait=2.0)
+        assert woken.wait(5)
+        assert scheduler.has_work()
+        assert scheduler.step({}).asks
+        assert reader.granted("mine") is None
+        scheduler.collect(WorkerNews(steps={0: StepsDone(1, 1)}))
+        assert not scheduler.step({}).asks
+        until(lambda: reader.granted("mine") is not None)
+        assert cache.used == 10
+        reader.cancel("mine")
+
+        def freed() -> bool:
+            scheduler.has_work()
+            return cache.used == 0
+
+        until(freed)
+        assert not scheduler.has_work()
+    stats = scheduler.take_stats()
+    assert stats is not None
+    assert stats.data == {"prefixes_published": 1}
+    scheduler.close()
