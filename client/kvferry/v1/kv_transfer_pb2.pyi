@@ -1842,6 +1842,8 @@ class Ask(google.protobuf.message.Message):
     Whoever may ask is told by the answer whether the engine has computed such a prompt.
 
     Idempotent by reference: asked again, it is the same question, with the time that it had. Declining the reference withdraws it.
+    The engine has at most 64 questions that it has not answered, of which one asker, or host of askers, gets at most as many as
+    stay free (LIMIT). One that ends without the engine's answer counts for 2 seconds more. Its end is remembered for as long.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1852,8 +1854,9 @@ class Ask(google.protobuf.message.Message):
     FIRST_TOKEN_FIELD_NUMBER: builtins.int
     WAIT_FIELD_NUMBER: builtins.int
     reference: builtins.str
-    """reference that the asker has made, as a router would, new for each question, at most 4096 bytes: it names the engine, and
-    has a router_key and a key drawn at random.
+    """reference that the asker has made, new for each question, at most 4096 bytes: a Reference that names the engine, with 16
+    random bytes as key, and as router_key the first 32 hexadecimal digits, in lower case, of SHA-256("kvferry question 1" ‖ key).
+    So no asker takes a router_key that others use.
     """
     engine_reference: builtins.str
     """engine_reference of the engine that is asked, at most 4096 bytes: who has it may ask. Empty: the caller's certificate has to
@@ -1945,7 +1948,8 @@ global___PromptInput = PromptInput
 class Question(google.protobuf.message.Message):
     """Question is one Ask, for the scheduler of the engine that is asked. It is answered by a Publish with the router_key and key
     of its reference, of blocks that begin at or before first_token, with marks; or by Miss. No answer in time is a miss, and a
-    publication that comes later is released at once. One that nobody begins to read is released after 10 s.
+    publication that comes later is released at once. One that nobody begins to read is released after 10 s, or after the home's
+    hold if that is shorter.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1968,7 +1972,7 @@ class Question(google.protobuf.message.Message):
 
     @property
     def asker(self) -> global___EngineRef:
-        """asker is the engine that asks."""
+        """asker is the engine that asks, as it names itself."""
 
     @property
     def remaining(self) -> google.protobuf.duration_pb2.Duration:
@@ -1991,7 +1995,10 @@ global___Question = Question
 
 @typing.final
 class QuestionEnded(google.protobuf.message.Message):
-    """QuestionEnded says that a question needs no answer any more: it was answered, its time is over, or its asker has withdrawn it."""
+    """QuestionEnded says that a question needs no answer any more: it was answered, its time is over, or its asker has withdrawn it.
+    A Watch that was slow is not told of questions that have ended meanwhile, and may miss the end of one that it was told of: a
+    question has ended in any case when its remaining time is over.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -11,7 +11,9 @@ from typing import NamedTuple, TypeAlias
 
 from kvferry.errors import KvferryError
 from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.limits import MAX_QUESTIONS
 from kvferry_server.domain.publications import PublicationRecord
+from kvferry_server.domain.questions import Question
 
 
 class Role(enum.IntEnum):
@@ -43,9 +45,15 @@ class Draining(NamedTuple):
     """The node server takes no new work."""
 
 
-Event: TypeAlias = PublicationRecord | RankLost | Draining
+class QuestionEnded(NamedTuple):
+    """A question needs no answer any more."""
+
+    number: int
+
+
+Event: TypeAlias = PublicationRecord | RankLost | Draining | Question | QuestionEnded
 """A publication means that it is released, so that its source may reuse the blocks. This is state: part of every full
-state until acknowledged."""
+state until acknowledged. A question is state while it is open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +84,17 @@ class Feed:
             self._dropped = next(iter(self._events))
             del self._events[self._dropped]
         self._events[self.sequence] = Numbered(self.sequence, event)
+
+    def end_question(self, number: int) -> None:
+        """Remove a question and add its end. Of earlier ends only the last `MAX_QUESTIONS` are kept, so that questions
+        never fill a feed: a process that misses one gives a question up by its deadline."""
+        for sequence, numbered in tuple(self._events.items()):
+            if isinstance(numbered.event, Question) and numbered.event.number == number:
+                del self._events[sequence]
+        ends = [sequence for sequence, each in self._events.items() if isinstance(each.event, QuestionEnded)]
+        for sequence in ends[: 1 - MAX_QUESTIONS]:
+            del self._events[sequence]
+        self.push(QuestionEnded(number))
 
     def acknowledged(self, numbers: Collection[int]) -> None:
         """Remove the release events of these publications: the process has received them."""

@@ -12,10 +12,11 @@ from kvferry_server.domain.engine_description import embedded
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NAMED_RANKS
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
+from kvferry_server.domain.questions import Question
 from kvferry_server.domain.reads import LeaseState, RankReport, RevokeReason
 from kvferry_server.domain.router_keys import WaitingRead
 from kvferry_server.domain.times import Times
-from kvferry_server.domain.watch_feed import RankLost
+from kvferry_server.domain.watch_feed import QuestionEnded, RankLost
 from kvferry_server.home.blocks import ReadAnswer
 from kvferry_server.home.watch import WatchMessage
 from kvferry_server.servicers.limits import MAX_RELEASED_READS, READ_BYTES, READ_STEPS
@@ -65,8 +66,8 @@ def read_answer(epoch: bytes, read: ReadAnswer, values: Times, now: float) -> by
     return b"".join((answer.SerializeToString(), *steps))
 
 
-def watch_message(epoch: bytes, message: WatchMessage, values: Times, advertise: str) -> pb.WatchResponse:
-    """Encode a message to a process of an engine."""
+def watch_message(epoch: bytes, message: WatchMessage, values: Times, advertise: str, now: float) -> bytes:
+    """Encode a message to a process of an engine. `now`: when it is sent, on the home's clock."""
     response = pb.WatchResponse(home_epoch=epoch)
     if isinstance(message, pb.WatchOpened):
         response.opened.MergeFrom(pb.WatchOpened(resumed=message.resumed, advertise=advertise, times=times(values)))
@@ -81,9 +82,15 @@ def watch_message(epoch: bytes, message: WatchMessage, values: Times, advertise:
             response.released.CopyFrom(_released(event))
         elif isinstance(event, RankLost):
             response.rank_lost.CopyFrom(pb.RankLost(rank=event.rank, node=event.node, node_lost=event.node_lost))
+        elif isinstance(event, Question):
+            # Not parsed again: a prompt may have 1 MiB.
+            question = embedded(pb.WatchResponse.QUESTION_FIELD_NUMBER, _question(event, now))
+            return response.SerializeToString() + question
+        elif isinstance(event, QuestionEnded):
+            response.question_ended.CopyFrom(pb.QuestionEnded(number=event.number))
         else:
             response.draining.CopyFrom(pb.Draining())
-    return response
+    return response.SerializeToString()
 
 
 def revoke_reason(reason: RevokeReason | None) -> pb.RevokeReason.ValueType:
@@ -182,6 +189,18 @@ def _accepted(lease: Lease, reference: str, values: Times, now: float) -> pb.Acc
         lease_number=lease.number,
         reference=reference,
     )
+
+
+def _question(question: Question, now: float) -> bytes:
+    assert question.asked is not None
+    head = pb.Question(
+        number=question.number,
+        reference=question.asked.reference,
+        first_token=question.first_token,
+        asker=engine_ref(question.asker),
+        remaining=to_duration(max(0.0, question.deadline - now)),
+    )
+    return head.SerializeToString() + embedded(pb.Question.PROMPT_FIELD_NUMBER, question.asked.prompt)
 
 
 def _released(publication: PublicationRecord) -> pb.Released:
