@@ -143,6 +143,13 @@ def ended(question: Question) -> bool:
     return not question.open
 
 
+def outcomes(fabric: Fabric) -> dict[str, int]:
+    """How the questions have ended that the home was asked."""
+    home = fabric._home
+    assert home is not None
+    return {outcome.name: count for outcome, count in home._home.journal.questions.items() if count}
+
+
 def test_an_engine_reads_what_another_one_has_cached_of_its_prompt(source: Engine, asker: Engine) -> None:
     prompt = Prompt(IDS, adapter="lora", inputs=[PromptInput(2, 3, "image")])
     asker.ask(source, prompt)
@@ -220,6 +227,7 @@ def test_a_question_that_is_cancelled_is_withdrawn(fabric: Fabric, source: Engin
     fabric.wait_until_waiting()
     assert asker.port.cancel("mine")
     until(lambda: ended(question))
+    assert outcomes(fabric) == {"WITHDRAWN": 1}
     fabric.wait_until_waiting(0)
     # Its answer was on the way.
     assert source.outcome(source.answer(question, [9])) is ReleaseOutcome.DECLINED
@@ -306,13 +314,18 @@ def test_an_answer_may_come_in_steps(source: Engine, asker: Engine) -> None:
     assert source.outcome(publication) is ReleaseOutcome.READ
 
 
-def test_a_home_that_is_away_is_a_miss(fabric: Fabric, source: Engine, asker: Engine) -> None:
+def test_a_home_that_is_away_is_a_miss(
+    fabric: Fabric, source: Engine, asker: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     fabric.stop_home()
     asker.ask(source)
     fabric.advance(3.5)
     found = asker.refusal()
     assert isinstance(found, PrefixMiss)
     assert found.values["why"] == "NO_ANSWER"
+    # It has no question that could be withdrawn, and nothing is logged of each.
+    fabric.advance(20)
+    assert "notification" not in caplog.text
 
 
 @pytest.mark.parametrize("restarts", [False, True], ids=["stays away", "restarts"])
@@ -417,6 +430,7 @@ def test_a_closed_port_withdraws_what_it_has_asked(fabric: Fabric, source: Engin
     fabric.wait_until_waiting()
     asker.port.close()
     until(lambda: ended(question))
+    assert outcomes(fabric) == {"WITHDRAWN": 1}
 
 
 def test_a_prompt_of_two_hundred_thousand_tokens_is_asked_for(source: Engine, asker: Engine) -> None:
@@ -492,6 +506,7 @@ def test_a_rank_that_gives_up_withdraws_its_question(fabric: Fabric) -> None:
     (question,) = made.session.questions(SOON)
     read.cancel()
     until(lambda: ended(question))
+    assert outcomes(fabric) == {"WITHDRAWN": 1}
 
 
 def test_asyncio_programs_fetch_and_answer(fabric: Fabric) -> None:
