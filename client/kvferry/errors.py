@@ -265,9 +265,6 @@ class PrefixMiss(NotFound, reason="PREFIX_MISS"):
     """The engine that was asked for the beginning of a prompt has nothing to read, or did not answer in time. Values:
     engine_id; why, the name of a `kvferry.v1.MissReason` without its prefix."""
 
-    def __init__(self, problem: str, *, engine_id: str, why: str) -> None:
-        super().__init__(problem, engine_id=engine_id, why=why)
-
 
 class Unavailable(KvferryError, code="UNAVAILABLE"):
     """The call cannot be served now; the same call may succeed later.

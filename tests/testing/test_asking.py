@@ -143,6 +143,13 @@ def ended(question: Question) -> bool:
     return not question.open
 
 
+def outcomes(fabric: Fabric) -> dict[str, int]:
+    """How the questions have ended that the home was asked."""
+    home = fabric._home
+    assert home is not None
+    return {outcome.name: count for outcome, count in home._home.journal.questions.items() if count}
+
+
 def test_an_engine_reads_what_another_one_has_cached_of_its_prompt(source: Engine, asker: Engine) -> None:
     prompt = Prompt(IDS, adapter="lora", inputs=[PromptInput(2, 3, "image")])
     asker.ask(source, prompt)
@@ -220,6 +227,7 @@ def test_a_question_that_is_cancelled_is_withdrawn(fabric: Fabric, source: Engin
     fabric.wait_until_waiting()
     assert asker.port.cancel("mine")
     until(lambda: ended(question))
+    assert outcomes(fabric) == {"WITHDRAWN": 1}
     fabric.wait_until_waiting(0)
     # Its answer was on the way.
     assert source.outcome(source.answer(question, [9])) is ReleaseOutcome.DECLINED
@@ -306,13 +314,18 @@ def test_an_answer_may_come_in_steps(source: Engine, asker: Engine) -> None:
     assert source.outcome(publication) is ReleaseOutcome.READ
 
 
-def test_a_home_that_is_away_is_a_miss(fabric: Fabric, source: Engine, asker: Engine) -> None:
+def test_a_home_that_is_away_is_a_miss(
+    fabric: Fabric, source: Engine, asker: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     fabric.stop_home()
     asker.ask(source)
     fabric.advance(3.5)
     found = asker.refusal()
     assert isinstance(found, PrefixMiss)
     assert found.values["why"] == "NO_ANSWER"
+    # It has no question that could be withdrawn, and nothing is logged of each.
+    fabric.advance(20)
+    assert "notification" not in caplog.text
 
 
 @pytest.mark.parametrize("restarts", [False, True], ids=["stays away", "restarts"])
@@ -332,10 +345,9 @@ def test_a_home_that_ends_during_a_question_is_a_miss(
     if not restarts:
         fabric.start_home()
     until(lambda: ended(question))
-    # What is published all the same is released.
+    # What is published all the same is released, after the leases that a home may have given before it restarted.
     publication = source.answer(question, [9])
-    until(lambda: source.port.stats().published == 1)
-    fabric.advance(15)
+    fabric.advance(40)
     assert source.outcome(publication) is not ReleaseOutcome.READ
 
 
@@ -376,6 +388,7 @@ def test_several_questions_have_their_own_answers(source: Engine, asker: Engine)
 def test_an_engine_that_waits_for_news_is_woken_by_a_question(source: Engine, asker: Engine) -> None:
     asker.ask(source)
     until(lambda: source.port.wait_news(SOON) and bool(source.port.questions()))
+    asker.port.cancel("mine")
 
 
 @pytest.mark.parametrize("restarted", [False, True], ids=["wrong key", "restarted"])
@@ -395,13 +408,10 @@ def test_the_engine_that_is_asked_is_the_one_of_the_reference(
 
 
 def test_what_cannot_be_asked_is_refused_at_once(source: Engine, asker: Engine) -> None:
-    for wrong in (
-        lambda: asker.ask(source, Prompt.unknown),
-        lambda: asker.ask(source, first_token=len(IDS)),
-        lambda: asker.ask(source, wait=2.5),
-    ):
+    wrong: list[dict[str, Any]] = [{"prompt": Prompt.unknown}, {"first_token": len(IDS)}, {"wait": 2.5}]
+    for options in wrong:
         with pytest.raises(InvalidField):
-            wrong()
+            asker.ask(source, **options)
     with pytest.raises(BadReference):
         asker.port.ask("mine", "kvf1.nonsense", PROMPT)
     asker.ask(source)
@@ -420,6 +430,7 @@ def test_a_closed_port_withdraws_what_it_has_asked(fabric: Fabric, source: Engin
     fabric.wait_until_waiting()
     asker.port.close()
     until(lambda: ended(question))
+    assert outcomes(fabric) == {"WITHDRAWN": 1}
 
 
 def test_a_prompt_of_two_hundred_thousand_tokens_is_asked_for(source: Engine, asker: Engine) -> None:
@@ -495,6 +506,7 @@ def test_a_rank_that_gives_up_withdraws_its_question(fabric: Fabric) -> None:
     (question,) = made.session.questions(SOON)
     read.cancel()
     until(lambda: ended(question))
+    assert outcomes(fabric) == {"WITHDRAWN": 1}
 
 
 def test_asyncio_programs_fetch_and_answer(fabric: Fabric) -> None:

@@ -24,7 +24,7 @@ from kvferry_server.domain.identity import EngineRef, RouterKey
 from kvferry_server.domain.limits import MAX_QUESTIONS
 from kvferry_server.domain.times import ENDED_KEPT
 
-QUESTION_BYTES = 2048  # Bytes that a question takes in memory beside its prompt, until it is forgotten; estimated
+QUESTION_BYTES = 4096  # Bytes that a question takes in memory beside its prompt, until it is forgotten; estimated
 
 
 class MissReason(enum.IntEnum):
@@ -105,9 +105,10 @@ class EngineQuestions:
         self._memory = memory
         self._places = Budget(MAX_QUESTIONS)
         self._by_key: dict[RouterKey, Question] = {}
+        self._open: dict[int, Question] = {}  # By number. Few, of maybe thousands that are remembered.
 
     def open(self) -> list[Question]:
-        return [question for question in self._by_key.values() if question.open]
+        return list(self._open.values())
 
     def get(self, key: RouterKey) -> Question | None:
         """Return the question with this key, open or ended without a publication; None: it is not remembered."""
@@ -115,7 +116,7 @@ class EngineQuestions:
 
     def numbered(self, number: int) -> Question | None:
         """Return an open question by its number; None: it has ended."""
-        return next((question for question in self.open() if question.number == number), None)
+        return self._open.get(number)
 
     def check(self, key: RouterKey) -> None:
         """Raise `PrefixMiss` if the question with this key has ended without a publication."""
@@ -136,7 +137,7 @@ class EngineQuestions:
             asked_memory = self._memory.hold(ask.holder, ask.host, len(ask.prompt) + len(ask.reference))
             memory = held.pop_all()
         self._places.take(ask.holder)
-        question = self._by_key[ask.router_key] = Question(
+        question = self._by_key[ask.router_key] = self._open[number] = Question(
             source=self._source,
             number=number,
             router_key=ask.router_key,
@@ -155,6 +156,7 @@ class EngineQuestions:
         """End an open question; only `Records.end_question` calls this. One that its source did not answer keeps its
         place until it is forgotten: an asker that withdraws, or waits for moments only, cannot send a source questions
         without end."""
+        del self._open[question.number]
         question.outcome, question.why, question.asked = outcome, why, None
         question.asked_memory.close()
         question.forget_at = now + ENDED_KEPT

@@ -100,8 +100,8 @@ class Routing:
                 engine.router_keys.end(waiting)
 
     def ask(self, source: EngineRef, ask: Ask) -> None:
-        """Ask a source for the beginning of a prompt. Idempotent by router key: a question that was answered, or is
-        open, stays as it is.
+        """Ask a source for the beginning of a prompt. Idempotent by router key: a question that is open, or was
+        answered, stays as it is, and one that has ended otherwise for as long as that is remembered.
 
         Raises:
             PrefixMiss: the question has ended without a publication; or the engine cannot be asked or read from now.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 
@@ -342,6 +343,23 @@ def test_flood_of_misses_fills_neither_the_feed_nor_the_memory_of_the_source() -
     asked.ask("from elsewhere", asker=E, host="192.0.2.9")
     asked.scene.wait(ENDED_KEPT)
     asked.ask("more")
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_memory_accounted_for_questions_is_about_the_memory_used(asked: Asked, ended: bool) -> None:
+    before = asked.records.memory.used
+    tracemalloc.start()
+    try:
+        for number in range(1, 1001 if ended else MAX_QUESTIONS // 2):
+            asked.ask(f"{number}", size=10_000)
+            if ended:
+                asked.scene.sources.miss(P, number, MissReason.BUSY)
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    accounted = asked.records.memory.used - before
+    assert taken <= 1.2 * accounted
+    assert accounted <= 4 * taken
 
 
 def test_prompts_count_against_the_asker_and_leave_the_source_its_memory() -> None:

@@ -4,6 +4,7 @@ its scheduler, the answer, and what is refused."""
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.policy import PolicyRole
+from kvferry_server.domain.watch_feed import Numbered, Process, QuestionEnded, Role
+from kvferry_server.home.time_slices import TimeSlice
+from kvferry_server.home.watch import watch as watch_stream
 from kvferry_server.servicers.access import TABLE
 from tests.server.servicers.routers import begin, decline, engine, released
 from tests.support.node_in_process import (
@@ -81,6 +85,11 @@ async def publish(node: Node, given: str, number: int = 1, **changes: Any) -> pb
 
 def miss(number: int, reason: int = pb.MISS_REASON_NOT_CACHED) -> pb.Notification:
     return pb.Notification(miss=pb.Miss(question=number, reason=reason))  # type: ignore[arg-type]
+
+
+def event_of(message: Any) -> Any:
+    assert isinstance(message, Numbered), message
+    return message.event
 
 
 @pytest_asyncio.fixture
@@ -149,6 +158,20 @@ async def test_ask_that_is_declined_is_withdrawn(node: Node, watch: Watch) -> No
     assert isinstance(await refused(node, given), PrefixMiss)
 
 
+async def test_ask_under_another_address_of_this_home_is_withdrawn_here(node: Node, watch: Watch) -> None:
+    """Not sent on to that address: an asker knows the home as it likes."""
+    given = question_reference("other.example:7423", P.engine_id)
+    await node.reader(asks(given))
+    (result,) = await decline(node, given)
+    assert result.HasField("done")
+    assert await watch.kinds(2) == ["question", "question_ended"]
+
+
+async def test_prompt_reaches_the_source_without_fields_that_the_home_does_not_know(node: Node, watch: Watch) -> None:
+    await asked(node, prompt=pb.Prompt.FromString(PROMPT.SerializeToString() + b"\xfa\x01\x01x"))
+    assert (await watch.next()).question.prompt.SerializeToString() == PROMPT.SerializeToString()
+
+
 async def test_ask_is_idempotent(node: Node, watch: Watch) -> None:
     given = await asked(node)
     for _ in range(2):
@@ -199,6 +222,24 @@ async def test_watch_that_is_slow_is_not_sent_questions_that_have_ended(node: No
     # gRPC holds what does not fit the connection: of questions so large, not many.
     assert len(sent) < len(references)
     assert all(question.prompt == prompt for question in sent)
+
+
+async def test_question_that_ends_while_others_are_sent_is_left_out(node: Node) -> None:
+    await node.open_engine()
+    await node.register()
+    process = Process(P, Role.SCHEDULER)
+    async with aclosing(watch_stream(node.home, process, SECRETS[P], node.home.epoch, 0)) as stream:
+        assert isinstance(await anext(stream), pb.WatchOpened)
+        references = [await asked(node) for _ in range(3)]
+        assert event_of(await anext(stream)).number == 1
+        await decline(node, references[1])
+        assert event_of(await anext(stream)).number == 3
+        assert event_of(await anext(stream)) == QuestionEnded(2)
+    async with aclosing(watch_stream(node.home, process, SECRETS[P], b"", 0)) as stream:
+        assert isinstance(await anext(stream), pb.WatchOpened)
+        assert event_of(await anext(stream)).number == 1
+        await decline(node, references[2])
+        assert isinstance(await anext(stream), pb.WatchSynced)
 
 
 async def test_large_prompt_reaches_the_source_whole(node: Node, watch: Watch) -> None:
@@ -351,6 +392,22 @@ async def test_flood_of_questions_is_refused_beside_renewals(tmp_path: Path) -> 
         # The source, and other askers, have their share.
         assert (await node.publish(10, payload=b"x" * 1000)).HasField("published")
         await asked(node, ref=E)
+
+
+async def test_ask_waits_among_long_calls(node: Node, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt may have 1 MiB: beside renewals, it counts as a batch does."""
+    lanes = list[bool]()
+
+    class Recorded(TimeSlice):
+        def __init__(self, *given: Any, short: bool, **more: Any) -> None:
+            lanes.append(short)
+            super().__init__(*given, short=short, **more)
+
+    monkeypatch.setattr("kvferry_server.servicers.notify.TimeSlice", Recorded)
+    await asked(node)
+    await node.source(miss(1))
+    await node.reader(pb.Notification(renew=pb.Renew(lease_id=b"l" * 16)))
+    assert lanes == [False, True, True]
 
 
 async def test_listings_show_waiting_askers_and_none_of_their_secrets(node: Node, watch: Watch) -> None:
