@@ -468,12 +468,13 @@ def test_a_scheduler_passes_its_arguments_on(scheduler: Scheduler) -> None:
     assert publishing.last() == ("publish_more", (more,), {})
     port.abort(publication)
     assert publishing.last() == ("abort", (publication,), {})
-    scheduler.holder.answers["question"] = "a request"
+    scheduler.holder.answers["request"] = "a request"
     port.ask("mine", "kvf1e.x", PROMPT, first_token=1, wait=0.5, timeout=5.0, progressive=True)
     assert reads.last() == ("acquire", ("mine", "a request"), {})
     _, (asked, _), given = scheduler.holder.last()
     assert (asked.engine_reference, asked.prompt, asked.first_token, asked.wait) == ("kvf1e.x", PROMPT, 1, 0.5)
-    assert given == {"request_id": "mine", "parties": 2, "timeout": 5.0, "traceparent": "", "progressive": True}
+    others: dict[str, Any] = {"expected_reads": 0, "traceparent": "", "progressive": True, "prompt": PROMPT}
+    assert given == {"request_id": "mine", "parties": 2, "timeout": 5.0, **others}
     question = Question(1, "kvf1.x", PROMPT, 0, "asker", 7.0)
     publishing.answers["questions"] = [question]
     assert port.questions() == [question]
