@@ -177,13 +177,15 @@ class Cache(Closing):
         tokens = [group.name for group in self.spec.groups if group.kind is GroupKind.TOKENS]
         first = min((wanted.blocks[name].first_token for name in tokens if name in wanted.blocks), default=0)
         identifier = secrets.token_hex(8)
-        request = self._runtime.holder.question(
+        request = self._runtime.holder.request(
             AskedPrefix(engine_reference, prompt, first, wait, self.spec.groups),
             identifier,
-            parties=1,
             request_id=identifier,
+            parties=1,
+            expected_reads=0,
             timeout=arguments.seconds("timeout", timeout),
             traceparent=arguments.text("traceparent", traceparent),
+            prompt=prompt,
         )
         return self._begin(request, wanted, allow_overlap)
 

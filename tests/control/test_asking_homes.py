@@ -26,7 +26,7 @@ PROMPT = Prompt(range(40), adapter="lora")
 
 def question(holder: LeaseHolder, home: str, wait: float = 2.0) -> AcquireRequest:
     asked = AskedPrefix(EngineToken("source", b"s" * 32, home).engine_reference, PROMPT, 16, wait, GROUPS)
-    return holder.question(asked, "read", parties=1, timeout=30.0, request_id="mine", traceparent="")
+    return holder.request(asked, "read", parties=1, expected_reads=0, timeout=30.0, prompt=PROMPT)
 
 
 def refused(server: Scripted, holder: LeaseHolder, request: AcquireRequest) -> KvferryError:

@@ -134,6 +134,15 @@ def test_a_question_whose_time_is_over_is_not_returned(questions: Questions, clo
     assert questions.take() == []
 
 
+def test_a_question_whose_time_is_over_has_ended_also_if_its_home_is_silent(questions: Questions, clock: Clock) -> None:
+    questions.on_event(asked(1, seconds=0.5))
+    (question,) = questions.take()
+    clock.time += 0.4
+    assert (questions.take(), question.open) == ([], True)
+    clock.time += 0.1
+    assert (questions.take(), question.open) == ([], False)
+
+
 def test_questions_whose_ends_were_not_told_make_room_for_others(questions: Questions, clock: Clock) -> None:
     numbers = range(1, MAX_OPEN + 1)
     assert tell(questions, *map(asked, numbers), asked(MAX_OPEN + 1)) == [*numbers]

@@ -108,7 +108,7 @@ class LeaseHolder:
 
     def request(
         self,
-        reference: str,
+        reference: str | AskedPrefix,
         read_id: str,
         *,
         parties: int,
@@ -119,12 +119,13 @@ class LeaseHolder:
         traceparent: str = "",
         progressive: bool = False,
     ) -> AcquireRequest:
-        """Make the request for a read of a publication, part of the trace that `traceparent` names.
+        """Make the request for a read of a publication, part of the trace that `traceparent` names; or of what an
+        engine is asked for.
 
         `request_id` is the reader's name for the request.
 
         Raises:
-            BadReference: the string is not a reference.
+            BadReference: the string is not a reference, or not that of the engine that is asked.
             HomeNotAllowed: this client may not connect to the home in the reference.
             EngineNotListed, DirectoryUnavailable: the reference names no home, and the directory does not list its
                 engine.
@@ -132,6 +133,11 @@ class LeaseHolder:
         """
         if not 0 < timeout < LONGEST:
             raise InvalidField("timeout", timeout, f"more than 0 seconds, and less than {LONGEST:g}")
+        asked, check = None, self._prompt_check
+        if isinstance(reference, AskedPrefix):
+            asked, reference = reference, self._made_for(reference)
+            # An answer without marks is none: the source was told the prompt.
+            check = PromptCheck.REQUIRE if check is PromptCheck.COMPARE else check
         parsed = parse_reference(reference)
         # A reference may lack the address, which later steps need, such as the grant to a rank on another node.
         parsed.home = self._homes.address_of(parsed)
@@ -152,42 +158,16 @@ class LeaseHolder:
             parties=parties,
             expected_reads=expected_reads,
             deadline=self._loop.now() + timeout,
-            prompt=ReaderPrompt(prompt, self._prompt_check, request_id, self._reader.engine_id),
+            prompt=ReaderPrompt(prompt, check, request_id, self._reader.engine_id),
             span=Span(traceparent),
             progressive=progressive,
+            asked=asked,
         )
 
-    def question(
-        self,
-        asked: AskedPrefix,
-        read_id: str,
-        *,
-        parties: int,
-        timeout: float,
-        request_id: str,
-        traceparent: str,
-        progressive: bool = False,
-    ) -> AcquireRequest:
-        """Make the request for a read of what an engine is asked for. Raises as `request`, also for a reference of an
-        engine that is none."""
+    def _made_for(self, asked: AskedPrefix) -> str:
+        """Make the reference under which an engine is asked, and under which its answer is read."""
         engine = parse_engine_reference(asked.engine_reference)
-        reference = question_reference(self._homes.address_of(engine), engine.engine_id)
-        request = self.request(
-            reference,
-            read_id,
-            parties=parties,
-            expected_reads=0,
-            timeout=timeout,
-            prompt=asked.prompt,
-            request_id=request_id,
-            traceparent=traceparent,
-            progressive=progressive,
-        )
-        if self._prompt_check is PromptCheck.COMPARE:
-            # An answer without marks is none: this engine has said its prompt.
-            request.prompt = ReaderPrompt(asked.prompt, PromptCheck.REQUIRE, request_id, self._reader.engine_id)
-        request.asked = asked
-        return request
+        return question_reference(self._homes.address_of(engine), engine.engine_id)
 
     def check(self, reference: str, prompt: Prompt) -> None:
         """Raise `BadReference` or `HomeNotAllowed` for a reference that cannot be read, and `PromptMismatch` if the

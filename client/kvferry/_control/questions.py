@@ -99,8 +99,8 @@ class Question:
             it.
         asker: engine_id of the engine that asks.
         deadline: when an answer is too late, in seconds on the clock ``time.CLOCK_BOOTTIME``.
-        open: whether the question waits for an answer. An answer to one that has ended does no harm: its publication is
-            released at once.
+        open: whether the question waits for an answer, as of the last call of `questions`. An answer to one that has
+            ended does no harm: its publication is released at once.
     """
 
     number: int
@@ -142,13 +142,13 @@ class Questions:
 
     def take(self) -> list[Question]:
         """Return the questions since the last call that are still open."""
-        if not self._fresh:
+        if not self._open:
             # Without the lock: an engine asks in each step.
             return []
         with self._lock:
-            found, self._fresh = self._fresh.values(), {}
-        time = self._now()
-        return [question for question in found if question.deadline > time]
+            self._end_late()
+            found, self._fresh = list(self._fresh.values()), {}
+        return found
 
     def on_event(self, message: pb.WatchResponse) -> None:
         """Take an event of the Watch; those of other kinds change nothing."""
@@ -180,17 +180,15 @@ class Questions:
             self._end_all()
 
     def _asked(self, message: pb.Question) -> None:
-        number, now = message.number, self._now()
+        number = message.number
         with self._lock:
             if self._repeated is not None:
                 self._repeated.add(number)
-            # A home does not tell a slow Watch of all ends.
-            for late in [other for other, question in self._open.items() if question.deadline <= now]:
-                self._end(late)
+            self._end_late()
             if number <= self._highest or len(self._open) >= MAX_OPEN:
                 return
             self._highest = number
-        deadline = now + from_duration(message.remaining)
+        deadline = self._now() + from_duration(message.remaining)
         try:
             prompt = prompt_from_proto(message.prompt)
         except InvalidField as error:
@@ -203,6 +201,12 @@ class Questions:
             self._open[number] = self._fresh[number] = question
         for heard in self.heard:
             heard()
+
+    def _end_late(self) -> None:
+        """End the questions whose time is over: their home may be away, and does not tell a slow Watch of all ends."""
+        time = self._now()
+        for number in [number for number, question in self._open.items() if question.deadline <= time]:
+            self._end(number)
 
     def _end(self, number: int) -> bool:
         self._fresh.pop(number, None)

@@ -273,14 +273,16 @@ class SchedulerPort(Closing):
             BadReference, HomeNotAllowed, WrongState, LimitReached: see `acquire`.
             InvalidField: the prompt is unknown, or not known up to `first_token`; or another argument is wrong.
         """
-        request = self._holder.question(
+        request = self._holder.request(
             AskedPrefix(engine_reference, prompt, first_token, wait, self.spec.groups),
             secrets.token_hex(8),
             request_id=arguments.text("request_id", request_id),
             parties=self.spec.num_ranks,
+            expected_reads=0,
             timeout=arguments.seconds("timeout", timeout),
             traceparent=arguments.text("traceparent", traceparent),
             progressive=arguments.flag("progressive", progressive),
+            prompt=prompt,
         )
         self._reads.acquire(request_id, request)
 
