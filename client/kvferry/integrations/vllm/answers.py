@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from kvferry import MissReason, Publication, Question, Release
 from kvferry.engine import SchedulerPort
@@ -66,6 +68,11 @@ class Answers:
             self._cache = cache
             self._most = int(cache.pool.num_gpu_blocks * self._setup.settings.prefix_share)
 
+    def see(self, request: Any) -> None:
+        """Remember the LoRA adapter of an arrived request."""
+        if self._cache is not None:
+            self._cache.see(request)
+
     @property
     def possible(self) -> bool:
         """Whether this engine can answer with anything but a miss."""
@@ -96,7 +103,7 @@ class Answers:
         for question in questions:
             lookup = None if self._cache is None else self._cache.lookup(question.prompt)
             if lookup is None:
-                self._miss(question, MissReason.UNSUPPORTED)
+                self._port.miss(question, MissReason.UNSUPPORTED)
             else:
                 self._open.append((question, lookup))
         left = MOST_HASHED
@@ -142,10 +149,12 @@ class Answers:
         for answer in [answer for answer in self._found if answer.held.any_of(bad)]:
             self._found.remove(answer)
             answer.held.free()
-            self._miss(answer.question, MissReason.NOT_CACHED)
+            self._port.miss(answer.question, MissReason.NOT_CACHED)
         for answer in self._published.values():
             if answer.publication is not None and answer.held.any_of(bad):
-                self._port.abort(answer.publication)
+                # If the session has ended, so has the publication.
+                with suppress(KvferryError):
+                    self._port.abort(answer.publication)
 
     def released(self, releases: Iterable[Release]) -> list[Release]:
         """Free the blocks of released answers; return the releases of other publications."""
@@ -168,10 +177,10 @@ class Answers:
     def _answer(self, cache: PrefixCache, question: Question, lookup: Lookup) -> None:
         blocks = cache.find(lookup, question.first_token)
         if blocks is None:
-            self._miss(question, MissReason.NOT_CACHED)
+            self._port.miss(question, MissReason.NOT_CACHED)
             return
         if self._holds_with(blocks) > self._most:
-            self._miss(question, MissReason.BUSY)
+            self._port.miss(question, MissReason.BUSY)
             return
         held = BlockHold(cache.pool)
         held.add(blocks)
@@ -182,9 +191,3 @@ class Answers:
         """Return how many blocks answers hold with these."""
         held = {block for answer in (*self._found, *self._published.values()) for block in ids_of(answer.blocks)}
         return len(held.union(ids_of(blocks)))
-
-    def _miss(self, question: Question, reason: MissReason) -> None:
-        try:
-            self._port.miss(question, reason)
-        except KvferryError as error:
-            logger.info("question %d could not be answered: %s", question.number, error)

@@ -21,10 +21,10 @@ from kvferry.integrations.vllm.params import (
     PREFIX_SOURCE,
     asks_for_source,
     is_routers,
-    prefix_source,
     read_reference,
     traceparent_of,
 )
+from kvferry.integrations.vllm.prefixes import Prefixes
 from kvferry.integrations.vllm.remembered import Remembered
 from kvferry.integrations.vllm.sending import BlockIds, Sending
 from kvferry.integrations.vllm.setup import Setup
@@ -36,9 +36,6 @@ logger = logging.getLogger(__name__)
 
 LEAST_TIME = 1.0
 """Seconds that a sample has to read if the sample that it followed has used up the time."""
-
-PREFIX_TIME = 30.0
-"""Most seconds in which a prefix is read, before the request computes it."""
 
 MOST_HAD = 1024
 """Most remembered references whose blocks vLLM has, and as many that came with another prompt. A sample that comes
@@ -71,7 +68,7 @@ class ConnectorScheduler:
         self._stats = KvferryStats()
         self._sending = Sending(setup, self._port, lambda name: self._stats.count(name))
         self._answers = Answers(setup, self._port, lambda name: self._stats.count(name))
-        self._cache: PrefixCache | None = None
+        self._prefixes = Prefixes(setup, self._port, lambda name: self._stats.count(name))
         self._idle = IdleSteps(self._port, setup.depth)
         self._rest = Rest(drains=setup.drains, now=now)
         self._sent: set[str] = set()
@@ -95,7 +92,7 @@ class ConnectorScheduler:
 
     def bind_cache(self, cache: PrefixCache, wake: Callable[[], None] | None) -> None:
         """Take vLLM's prefix cache, and the function that wakes the engine for a question; None: there is none."""
-        self._cache = cache
+        self._prefixes.bind(cache)
         self._answers.bind(cache)
         if self._answers.possible and wake is not None:
             self._port.on_question(wake)
@@ -109,11 +106,12 @@ class ConnectorScheduler:
         self._take_released()
         self._rest.did_something()
         self._sending.expect(request)
-        if self._cache is not None:
-            self._cache.see(request)
+        self._answers.see(request)
         reference = read_reference(request)
         if not reference:
-            self._ask(request)
+            load = self._prefixes.ask(request, self._sending.prompt)
+            if load is not None:
+                self._loads.add(request.request_id, load)
             return
         if reference in self._had:
             # The publication was read for another sample, which has ended: vLLM has the blocks, or computes them.
@@ -309,7 +307,7 @@ class ConnectorScheduler:
             if load is not None and load.failed:
                 self._loads.pop(request_id)
                 if load.prefix is not None:
-                    self._compute(load)
+                    self._prefixes.compute(load.prefix)
                 else:
                     # vLLM has not failed the request, so vLLM computes it, or it was aborted: the publication is not
                     # needed.
@@ -392,55 +390,11 @@ class ConnectorScheduler:
             )
         self._decline_reference(reference, self._sending.prompt(request))
 
-    def _ask(self, request: Any) -> None:
-        """Ask the engine of a request's hint for what this engine lacks of the prompt. Whatever goes wrong, the request
-        is computed."""
-        source = prefix_source(request)
-        if not source or not self._setup.reads or self._cache is None or source == self._port.engine_reference:
-            return
-        prompt = self._sending.prompt(request)
-        # A request with a salt shares its cache with others of this salt only, and prompts have none. An aborted one is
-        # a notice, see `on_new_request`.
-        if not prompt or request.cache_salt or request.skip_reading_prefix_cache or request.abort_immediately:
-            return
-        first = self._cache.own(request)
-        if first >= request.num_tokens - self._setup.recomputed:
-            return
-        self._stats.count("prefixes_asked")
-        timeout = min(PREFIX_TIME, self._setup.settings.read_timeout)
-        traceparent = traceparent_of(request)
-        load = Load(source, self._now() + timeout, traceparent, prompt, prefix=request)
-        self._loads.add(request.request_id, load)
-        try:
-            self._port.ask(
-                request.request_id,
-                source,
-                prompt,
-                first_token=first,
-                wait=self._setup.settings.prefix_wait,
-                timeout=timeout,
-                traceparent=traceparent,
-            )
-        except KvferryError as error:
-            self._missed(request.request_id, error)
-
     def _missed(self, request_id: str, error: KvferryError) -> tuple[int, bool]:
         """Forget the prefix of a request, which is computed; return the answer of `matched_tokens`."""
-        self._stats.count("prefixes_missed")
-        logger.debug("request %r: no prefix is read: %s", request_id, error)
+        self._prefixes.missed(request_id, error)
         self._loads.pop(request_id)
         return 0, False
-
-    def _compute(self, load: Load) -> None:
-        """Let vLLM compute a request whose prefix could not be read, as if it had just come. If the workers reported
-        the failure, and ``kv_load_failure_policy`` is "fail", vLLM would fail the request.
-
-        vLLM does the same for "recompute" (``_update_waiting_for_remote_kv`` in vllm/v1/core/sched/scheduler.py;
-        0.32.0). It hears of the end of the read next, and then takes the request up again.
-        """
-        if self._cache is not None and not RequestStatus.is_finished(load.prefix.status):
-            load.prefix.num_computed_tokens = 0
-            self._cache.free(load.prefix)
 
     def _lead(self, request: Any, load: Load) -> None:
         """Acquire the publication of a request, when it is the request's turn. Others of the same reference follow it.
