@@ -44,10 +44,10 @@ def bound(scheduler: ConnectorScheduler, tokens: int = 0) -> OwnCache:
     return cache
 
 
-def hinted(source: str, tokens: int = 4 * TOKENS + 1, **more: Any) -> Any:
+def hinted(source: str, tokens: int = 4 * TOKENS + 1, request_id: str = "reader", **more: Any) -> Any:
     """A request that names the engine that may have its prefix."""
     return SimpleNamespace(
-        request_id="reader",
+        request_id=request_id,
         kv_transfer_params={PREFIX_SOURCE: source},
         num_computed_tokens=0,
         num_tokens=tokens,
@@ -152,6 +152,44 @@ def test_miss_is_computed(source: EngineSession, decode: Callable[..., Connector
     assert not scheduler._loads
     assert counted(scheduler) == {"prefixes_asked": 1, "prefixes_missed": 1}
     assert scheduler.finished(request, ([1],)) == (False, None)
+
+
+@pytest.mark.parametrize("hit", [True, False])
+def test_of_equal_prompts_one_is_asked_for(
+    source: EngineSession, decode: Callable[..., ConnectorScheduler], *, hit: bool
+) -> None:
+    """The samples of a prompt: the others find its blocks in vLLM's prefix cache, or all compute them."""
+    scheduler = decode()
+    bound(scheduler)
+    first, second, longer = (
+        hinted(source.engine_reference, tokens, request_id)
+        for tokens, request_id in ((9, "0_mine"), (9, "1_mine"), (10, "another"))
+    )
+    for request in (first, second, longer):
+        scheduler.on_new_request(request)
+    asked = source.questions(timeout=5)
+    until(lambda: asked.extend(source.questions()) or len(asked) == 2)  # type: ignore[func-returns-value]
+    question, other = sorted(asked, key=lambda each: len(each.prompt))
+    assert [len(question.prompt), len(other.prompt)] == [9, 10]
+    assert scheduler.matched_tokens(second, 0) == (None, False)
+    if not hit:
+        source.miss(question, MissReason.NOT_CACHED)
+        assert matched(scheduler, first) == (0, False)
+    else:
+        blocks = {"0": Blocks([3, 4], 0, 2 * TOKENS)}
+        source.publish("cached", blocks, reference=question.reference, prompt=question.prompt)
+        assert matched(scheduler, first) == (2 * TOKENS, True)
+        scheduler.allocated("0_mine", ([1, 2, 5],), 2 * TOKENS)
+        [grant] = scheduler.step({}).starts
+        assert scheduler.matched_tokens(second, 0) == (None, False)
+        scheduler._ends.append(ReadEnd("0_mine", grant.read_id, None, True, 0, b"", 0))
+        scheduler.step({})
+        # Not before vLLM has taken the blocks for its cache, which it has when it computes the first.
+        assert scheduler.matched_tokens(second, 0) == (None, False)
+        scheduler.allocated("0_mine", ([1, 2, 5],), 0)
+    assert scheduler.matched_tokens(second, 0) == (0, False)
+    assert scheduler.matched_tokens(longer, 0) == (None, False)
+    assert counted(scheduler)["prefixes_asked"] == 2
 
 
 @pytest.mark.parametrize("hint", ["nonsense", "kvf1e.nonsense", "kvf1.abc"])

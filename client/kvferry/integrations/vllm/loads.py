@@ -14,7 +14,7 @@ class Load:
     """A request that decode wants to read.
 
     Attributes:
-        reference: reference of the publication to read; of a prefix, that of the engine that was asked for it.
+        reference: reference of the publication to read; of a prefix, the engine that is asked and the prompt.
         until: end of the time to read, on the scheduler's clock.
         traceparent: of the request's trace; empty: none.
         prompt: set when the request is to be read and does not follow another.

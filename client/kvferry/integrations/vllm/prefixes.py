@@ -39,9 +39,9 @@ class Prefixes:
         """Take vLLM's prefix cache. Without it, nobody is asked."""
         self._cache = cache
 
-    def ask(self, request: Any, prompt_of: Callable[[Any], Prompt]) -> Load | None:
-        """Ask the engine that an arrived request names for what this engine lacks of the prompt; return the load of the
-        request, or None: the request is computed."""
+    def wanted(self, request: Any, prompt_of: Callable[[Any], Prompt]) -> Load | None:
+        """Return the load of an arrived request that names an engine which may have what this engine lacks of the
+        prompt; None: the request is computed. Equal prompts have equal references."""
         source = prefix_source(request)
         if not source or not self._setup.reads or self._cache is None or source == self._port.engine_reference:
             return None
@@ -50,26 +50,29 @@ class Prefixes:
         if request.cache_salt or request.skip_reading_prefix_cache or request.abort_immediately:
             return None
         prompt, first = prompt_of(request), self._cache.own(request)
-        if not prompt or first >= request.num_tokens - self._setup.recomputed:
+        if not prompt.known or first >= request.num_tokens - self._setup.recomputed:
             return None
+        reference = f"{source} {prompt.digest(prompt.known).hex()}"
+        until = time.monotonic() + min(MOST_TIME, self._setup.settings.read_timeout)
+        return Load(reference, until, traceparent_of(request), prompt, computed=first, prefix=request)
+
+    def ask(self, load: Load) -> bool:
+        """Ask for what a load lacks; return whether there will be an answer."""
         self._count("prefixes_asked")
-        timeout = min(MOST_TIME, self._setup.settings.read_timeout)
-        traceparent = traceparent_of(request)
-        wait = self._setup.settings.prefix_wait
         try:
             self._port.ask(
-                request.request_id,
-                source,
-                prompt,
-                first_token=first,
-                wait=wait,
-                timeout=timeout,
-                traceparent=traceparent,
+                load.prefix.request_id,
+                prefix_source(load.prefix),
+                load.prompt,
+                first_token=load.computed,
+                wait=self._setup.settings.prefix_wait,
+                timeout=load.until - time.monotonic(),
+                traceparent=load.traceparent,
             )
         except KvferryError as error:
-            self.missed(request.request_id, error)
-            return None
-        return Load(source, time.monotonic() + timeout, traceparent, prompt, prefix=request)
+            self.missed(load.prefix.request_id, error)
+            return False
+        return True
 
     def missed(self, request_id: str, error: KvferryError) -> None:
         """Count a request without a prefix to read."""

@@ -109,9 +109,7 @@ class ConnectorScheduler:
         self._answers.see(request)
         reference = read_reference(request)
         if not reference:
-            load = self._prefixes.ask(request, self._sending.prompt)
-            if load is not None:
-                self._loads.add(request.request_id, load)
+            self._ask(request)
             return
         if reference in self._had:
             # The publication was read for another sample, which has ended: vLLM has the blocks, or computes them.
@@ -160,8 +158,8 @@ class ConnectorScheduler:
         if load.follows:
             if self._loads.is_led(load.reference):
                 return None
-            if load.found:
-                # vLLM has counted these blocks as computed; less than a block is left.
+            if load.found or load.prefix is not None:
+                # vLLM has counted these blocks as computed; less than a block is left, but of a prefix.
                 self._loads.pop(request_id)
                 return 0, False
             load.follows = False
@@ -390,10 +388,23 @@ class ConnectorScheduler:
             )
         self._decline_reference(reference, self._sending.prompt(request))
 
+    def _ask(self, request: Any) -> None:
+        """Ask for the prefix of a request, unless another request of the same prompt, such as a sample, asks for it."""
+        load = self._prefixes.wanted(request, self._sending.prompt)
+        if load is None:
+            return
+        load.follows = self._setup.caches_prefixes and self._loads.is_led(load.reference)
+        if load.follows:
+            self._loads.add(request.request_id, load)
+        elif self._prefixes.ask(load):
+            self._loads.add(request.request_id, load)
+            self._loads.lead(request.request_id, load)
+
     def _missed(self, request_id: str, error: KvferryError) -> tuple[int, bool]:
         """Forget the prefix of a request, which is computed; return the answer of `matched_tokens`."""
         self._prefixes.missed(request_id, error)
         self._loads.pop(request_id)
+        self._led(request_id)
         return 0, False
 
     def _lead(self, request: Any, load: Load) -> None:
