@@ -83,6 +83,13 @@ def test_prefix_of_another_engine_is_read_and_the_rest_computed(
         assert answer["cached"] == cached
         assert [answer["tokens"]] == alone(source, [tokens])
     assert (count("read"), count("prefixes_missed"), count("failed")) == (4, 1, 0)
+    # The samples of a prompt are read once.
+    sampled = prompt(9, 3 * BLOCK + 3)
+    several = {"n": 3, "temperature": 1.0, "seed": 7}
+    [first] = source.generate(request(sampled, 12, **several))
+    [answer] = reader.generate(request(sampled, 12, {PREFIX_SOURCE: reference}, **several))
+    assert answer["samples"] == first["samples"]
+    assert (count("read"), count("prefixes_missed"), count("failed")) == (5, 1, 0)
     # A source that dies between its answer and the read: computed, although the reader's policy is to fail.
     last = prompt(7, 6 * BLOCK)
     [wanted], _ = computed(source, last)
@@ -95,4 +102,4 @@ def test_prefix_of_another_engine_is_read_and_the_rest_computed(
     gone = prompt(8, 100)
     [answer] = reader.generate(hinted(gone))
     assert [answer["tokens"]] == alone(reader, [gone])
-    assert (count("read"), count("failed"), count("prefixes_missed")) == (4, 1, 2)
+    assert (count("read"), count("failed"), count("prefixes_missed")) == (5, 1, 2)
