@@ -85,7 +85,7 @@ def test_prefix_of_another_engine_is_read_and_the_rest_computed(
     assert (count("read"), count("prefixes_missed"), count("failed")) == (4, 1, 0)
     # The samples of a prompt are read once.
     sampled = prompt(9, 3 * BLOCK + 3)
-    several = {"n": 3, "temperature": 1.0, "seed": 7}
+    several: dict[str, Any] = {"n": 3, "temperature": 1.0, "seed": 7}
     [first] = source.generate(request(sampled, 12, **several))
     [answer] = reader.generate(request(sampled, 12, {PREFIX_SOURCE: reference}, **several))
     assert answer["samples"] == first["samples"]
