@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,21 +83,26 @@ class Cache:
         return request
 
     def schedule(self, tokens: Sequence[int], adapter: str = "", **more: Any) -> Request:
-        """A request whose tokens the next step computes."""
+        """A request whose tokens the next steps compute: first whole blocks, of which vLLM keeps the state."""
         self.manager.new_step_starts()
         request = self.request(tokens, adapter, **more)
         blocks, computed, _ = self.manager.get_computed_blocks(request)
-        new = request.num_tokens - computed
-        assert self.manager.allocate_slots(request, new, computed, blocks) is not None
-        request.num_computed_tokens = request.num_tokens
+        done, found = computed, (computed, blocks)
+        self._had: list[list[int]] = [[] for _ in self.setup.tables]
+        for end in (request.num_tokens // BLOCK * BLOCK, request.num_tokens):
+            if end > done:
+                assert self.manager.allocate_slots(request, end - done, *found) is not None
+                request.num_computed_tokens = done = end
+                found = (0, None)
+            # Blocks that vLLM frees between, such as those before a window, stay in its prefix cache.
+            for before, listed in zip(self._had, self.manager.get_block_ids(request.request_id), strict=True):
+                before[:] = [block or old for block, old in zip_longest(listed, before)]
         return request
 
     def compute(self, tokens: Sequence[int], adapter: str = "", **more: Any) -> list[list[int]]:
-        """Compute a request, and end it; returns the blocks that it had, by group."""
-        request = self.schedule(tokens, adapter, **more)
-        ids = self.manager.get_block_ids(request.request_id)
-        self.manager.free(request)
-        return [list(listed) for listed in ids]
+        """Compute a request, and end it; returns the blocks that it has had, by group."""
+        self.manager.free(self.schedule(tokens, adapter, **more))
+        return self._had
 
     @property
     def used(self) -> int:

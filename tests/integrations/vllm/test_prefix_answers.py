@@ -3,12 +3,14 @@ long its blocks are held."""
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
 import torch
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from kvferry import EngineSpec, MissReason, Prompt, PromptInput, Release, ReleaseOutcome, router_reference
 from kvferry._control.questions import Question
@@ -205,8 +207,6 @@ def test_adapter_is_looked_up_by_its_name(source: Callable[..., Source]) -> None
 
 
 def test_images_are_looked_up_by_their_identifiers(source: Callable[..., Source]) -> None:
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-
     def image(name: str, offset: int) -> Any:
         return MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset, 20))
 
@@ -348,6 +348,53 @@ def test_answer_that_the_port_refuses_frees_its_blocks(source: Callable[..., Sou
     assert engine.used == 0
     assert not engine.answers.waiting
     assert not engine.answers.holding
+
+
+@pytest.mark.parametrize(
+    "specs", [(FULL,), (FULL, WINDOW), (WINDOW,), (FULL, STATES)], ids=["full", "windows", "window", "states"]
+)
+def test_answers_hold_the_asked_prompt_and_no_other(source: Callable[..., Source], specs: tuple[Any, ...]) -> None:
+    """Prompts that branch, with inputs, while others are computed and evicted; what a block holds is noted here."""
+    engine = source(*specs, share=1.0)
+    generator = random.Random(len(specs))
+    held: dict[int, list[Any]] = {}
+    answered = 0
+
+    def text() -> tuple[list[int], list[PromptInput]]:
+        """A prompt of blocks that are each of three kinds, some with an image in their midst."""
+        kinds = [generator.randrange(3) for _ in range(generator.randrange(1, 40))]
+        tokens = [kind for kind in kinds for _ in range(BLOCK)][: -generator.randrange(1, BLOCK)]
+        places = generator.sample(range(len(kinds)), generator.randrange(min(3, len(kinds))))
+        return tokens, [PromptInput(BLOCK * place + 3, 4, generator.choice("ab")) for place in sorted(places)]
+
+    def contents(tokens: Sequence[int], inputs: Sequence[PromptInput], end: int) -> list[Any]:
+        return [*tokens[:end], *((each.offset, each.identifier) for each in inputs if each.offset < end)]
+
+    for _ in range(150):
+        tokens, inputs = text()
+        features = [
+            MultiModalFeatureSpec(None, "image", each.identifier, PlaceholderRange(each.offset, each.length))
+            for each in inputs
+        ]
+        for listed in engine.compute(tokens, mm_features=features):
+            for index, block in enumerate(listed):
+                if block and (index + 1) * BLOCK <= len(tokens):
+                    held[block] = contents(tokens, inputs, (index + 1) * BLOCK)
+        asked, inputs = (tokens, inputs) if generator.random() < 0.5 else text()
+        asked = [*asked, *(generator.randrange(3) for _ in range(generator.randrange(50)))]
+        found = engine.answer(asked, generator.randrange(len(asked)), inputs=inputs)
+        if isinstance(found, MissReason):
+            continue
+        answered += 1
+        for blocks in found.values():
+            if blocks.state_token:
+                assert held[int(blocks.ids[0])] == contents(asked, inputs, blocks.state_token)
+                continue
+            for index, block in enumerate(blocks.ids.tolist()):
+                assert held[block] == contents(asked, inputs, blocks.first_token + (index + 1) * BLOCK)
+        engine.release(engine.port.number)
+        assert engine.used == 0
+    assert answered > 20
 
 
 def test_question_costs_a_lookup_of_vllms_own_hashes(source: Callable[..., Source]) -> None:
