@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from kvferry._control.publications import ReadSummary as ReadSummary
     from kvferry._control.publications import Release as Release
     from kvferry._control.publications import ReleaseOutcome as ReleaseOutcome
+    from kvferry._control.questions import MissReason as MissReason
+    from kvferry._control.questions import Question as Question
     from kvferry._directory.directory import Directory as Directory
     from kvferry._directory.directory import Listed as Listed
     from kvferry._directory.directory import Listing as Listing
@@ -84,6 +86,7 @@ _NAMES = {
     "_cache": ("Cache",),
     "_client": ("Client",),
     "_control.publications": ("Publication", "ReadSummary", "Release", "ReleaseOutcome"),
+    "_control.questions": ("MissReason", "Question"),
     "_directory.directory": ("Directory", "Listed", "Listing"),
     "_directory.opening": ("open_directory",),
     "_embed": ("EmbeddedServer", "ServerSettings", "serve"),

@@ -7,7 +7,9 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 
 from kvferry import _arguments as arguments
+from kvferry._control.acquisition import AcquireRequest
 from kvferry._control.block_use import BlockUse
+from kvferry._control.questions import ANSWER_WAIT, AskedPrefix
 from kvferry._forks import Closing
 from kvferry._prompt import Prompt, check_within
 from kvferry._reads.rank_read import Wanted
@@ -16,6 +18,7 @@ from kvferry._reads.runtime import RankRuntime
 from kvferry._session import EngineSession, home_session_of
 from kvferry.errors import Closed, InvalidField, WrongState
 from kvferry.geometry.blocks import Blocks, blocks_by_group
+from kvferry.geometry.model import GroupKind
 from kvferry.planner.request_blocks import written
 from kvferry.stats import TransportGauges
 
@@ -139,11 +142,59 @@ class Cache(Closing):
             progressive=progressive,
             prompt=prompt,
         )
+        return self._begin(request, wanted, allow_overlap)
+
+    def fetch(
+        self,
+        engine_reference: str,
+        prompt: Prompt,
+        blocks: Mapping[str, Blocks],
+        *,
+        wait: float = ANSWER_WAIT,
+        timeout: float = READ_TIMEOUT,
+        allow_overlap: bool = False,
+        traceparent: str = "",
+    ) -> Read:
+        """Ask an engine for what it has cached of a prompt's beginning, and read all of that. Returns at once. For
+        engines of one rank; others use `SchedulerPort.ask`.
+
+        Args:
+            engine_reference, prompt, wait: see `SchedulerPort.ask`.
+            blocks: the blocks to read into, by group, with room for the whole prompt; `Blocks.first_token` is the first
+                token wanted, the same in all groups of kind TOKENS.
+            timeout, allow_overlap, traceparent: see `read`.
+
+        Returns:
+            The read. `ReadResult.end_token` is the end of the tokens that were read; `result` raises `PrefixMiss` if
+            there is nothing to read.
+
+        Raises:
+            BadReference, HomeNotAllowed, BadBlock, LimitReached: see `read`.
+            InvalidField: see `SchedulerPort.ask`.
+        """
+        self._check_open()
+        wanted = Wanted(blocks_by_group("blocks", blocks), None, None)
+        tokens = [group.name for group in self.spec.groups if group.kind is GroupKind.TOKENS]
+        first = min((wanted.blocks[name].first_token for name in tokens if name in wanted.blocks), default=0)
+        identifier = secrets.token_hex(8)
+        request = self._runtime.holder.request(
+            AskedPrefix(engine_reference, prompt, first, wait, self.spec.groups),
+            identifier,
+            request_id=identifier,
+            parties=1,
+            expected_reads=0,
+            timeout=arguments.seconds("timeout", timeout),
+            traceparent=arguments.text("traceparent", traceparent),
+            prompt=prompt,
+        )
+        return self._begin(request, wanted, allow_overlap)
+
+    def _begin(self, request: AcquireRequest, wanted: Wanted, allow_overlap: bool) -> Read:
         started: list[OwnRead] = []
         key = self._writes.begin(
-            identifier,
+            request.read_id,
             written(self.spec.groups, None, wanted.blocks, wanted.tokens),
-            layers=layers,
+            layers=wanted.layers,
             quiet=lambda: bool(started) and started[0].quiet,
             allow_overlap=arguments.flag("allow_overlap", allow_overlap),
         )

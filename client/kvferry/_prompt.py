@@ -110,6 +110,11 @@ class Prompt:
         return _unpickled, (self._tokens, self.adapter, self.inputs, self.ends)
 
     @property
+    def token_ids(self) -> npt.NDArray[np.uint32]:
+        """The token ids, ``uint32[n]``, read-only: no copy."""
+        return np.frombuffer(self._tokens, "<u4")
+
+    @property
     def known(self) -> int:
         """The number of tokens of the known part: all, or those before the first input without an identifier."""
         return min((len(self), *(each.offset for each in self.inputs if not each.identifier)))

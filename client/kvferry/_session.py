@@ -10,6 +10,7 @@ from kvferry._control.connection import CALL_TIMEOUT
 from kvferry._control.home_session import HomeSession
 from kvferry._control.publications import Publication, Release
 from kvferry._control.publish import Publish, PublishMore
+from kvferry._control.questions import MissReason, Question, checked_miss
 from kvferry._forks import Closing
 from kvferry._wire.token import EngineToken
 
@@ -118,6 +119,16 @@ class EngineSession(Closing):
             for release in self._session.released():
                 yield release
             await self._session.news.arrive(LOOK_EVERY)
+
+    def questions(self, timeout: float = 0.0) -> list[Question]:
+        """Return the questions of other engines since the last call, each exactly once; see `SchedulerPort.questions`
+        for the answers. Waits at most `timeout` seconds for the first one."""
+        return self._session.questions(arguments.seconds("timeout", timeout, zero=True))
+
+    def miss(self, question: Question, reason: MissReason) -> None:
+        """Answer a question with nothing, without a wait. Does nothing for a question that has ended. Raises
+        `InvalidField` for other arguments, and for the reason NO_ANSWER, which only homes give."""
+        self._session.miss(*checked_miss(question, reason))
 
     def unreleased(self) -> tuple[Publication, ...]:
         """Return the publications whose blocks are still pinned."""

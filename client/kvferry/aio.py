@@ -128,6 +128,10 @@ class AsyncSession(_AsyncEngine[EngineSession]):
     """Return the publications released since the last call. See `EngineSession.released`."""
     releases = _direct(EngineSession.releases)
     """Yield releases as they come. See `EngineSession.releases`."""
+    questions = _on_thread(EngineSession.questions)
+    """Return the questions of other engines since the last call. See `EngineSession.questions`."""
+    miss = _direct(EngineSession.miss)
+    """Answer a question with nothing. See `EngineSession.miss`."""
     unreleased = _on_thread(EngineSession.unreleased)
     """Return the publications whose blocks are still pinned. See `EngineSession.unreleased`."""
     close = _on_thread(EngineSession.close)
@@ -158,6 +162,8 @@ class AsyncCache(_Async[Cache]):
 
     read = _direct(Cache.read)
     """Start to read a publication; await the read that this returns. See `Cache.read`."""
+    fetch = _direct(Cache.fetch)
+    """Ask an engine for a prefix, and read it; await the read that this returns. See `Cache.fetch`."""
     checksum = _awaited(Cache.checksum)
     """Send checksums of published blocks to the home; the number of sums sent. See `Cache.checksum`."""
     prepare = _direct(Cache.prepare)
@@ -231,6 +237,12 @@ class AsyncSchedulerPort(_AsyncEngine[SchedulerPort]):
     """Start to acquire a publication. See `SchedulerPort.acquire`."""
     granted = _direct(SchedulerPort.granted)
     """Return the source's blocks for a request once its lease is granted. See `SchedulerPort.granted`."""
+    ask = _direct(SchedulerPort.ask)
+    """Ask an engine for what it has cached of a prompt. See `SchedulerPort.ask`."""
+    questions = _direct(SchedulerPort.questions)
+    """Return the questions of other engines since the last call. See `SchedulerPort.questions`."""
+    miss = _direct(SchedulerPort.miss)
+    """Answer a question with nothing. See `SchedulerPort.miss`."""
     news = _direct(SchedulerPort.news)
     """Return the requests for which `granted` has a new result. See `SchedulerPort.news`."""
     attach = _direct(SchedulerPort.attach)

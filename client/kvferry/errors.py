@@ -9,7 +9,7 @@
     │                               PeerRestarted, LeaseEnded, NotPublished, PublicationAborted, RouterKeyUsed,
     │                               ContractDiffers, WatchTakenOver, RelayLoop, AgentsWithheld, HomeNotAllowed,
     │                               NotImplementedHere
-    ├── NotFound                    EngineUnknown, EngineNotListed, PublicationStale, PublicationReleased
+    ├── NotFound                    EngineUnknown, EngineNotListed, PublicationStale, PublicationReleased, PrefixMiss
     ├── Unavailable                 retry as is: EngineIncomplete, HomeRecovering, ServerDraining, Unreachable,
     │                               DirectoryUnavailable, LimitReached
     ├── TransferError               a read failed; .quiet says whether its blocks may be reused: TransferFailed,
@@ -259,6 +259,11 @@ class PublicationStale(NotFound, reason="PUBLICATION_STALE"):
 
 class PublicationReleased(NotFound, reason="PUBLICATION_RELEASED"):
     """The publication was released. Values: engine_id, publication, outcome."""
+
+
+class PrefixMiss(NotFound, reason="PREFIX_MISS"):
+    """The engine that was asked for the beginning of a prompt has nothing to read, or did not answer in time. Values:
+    engine_id; why, the name of a `kvferry.v1.MissReason` without its prefix."""
 
 
 class Unavailable(KvferryError, code="UNAVAILABLE"):

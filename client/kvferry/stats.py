@@ -144,8 +144,9 @@ class ReadStats:
 
     outcomes: Counter[str] = counter(
         "kvferry_reader_reads",
-        "Reads that have ended; not_granted: no home gave a lease.",
-        outcome=("done", "failed", "cancelled", "expired", "not_granted"),
+        "Reads that have ended; not_granted: no home gave a lease; missed: an engine that was asked for a prefix had "
+        "nothing to read.",
+        outcome=("done", "failed", "cancelled", "expired", "not_granted", "missed"),
     )
     failures: Counter[str] = counter(
         "kvferry_reader_failures",

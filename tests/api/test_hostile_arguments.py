@@ -30,10 +30,12 @@ from kvferry import (
     Listing,
     MemoryKind,
     MemoryRegion,
+    MissReason,
     NixlOptions,
     Plane,
     Prompt,
     PromptInput,
+    Question,
     RankGeometry,
     StagingOptions,
     TokenShard,
@@ -51,6 +53,11 @@ from tests.support.offering import offered
 
 GROUP = Group("full", block_tokens=TOKENS, num_blocks=BLOCKS)
 PLANE = planes_of({"l": array()}, AXES, GROUP)[0]
+
+
+def question() -> Question:
+    """One that no home has asked."""
+    return Question(1, "kvf1.", Prompt([1]), 0, "asker", math.inf)
 
 
 class Sneaky(int):
@@ -510,6 +517,24 @@ def methods(node: str, client: Client, ports: ExitStack) -> Iterator[Case]:
             "prompt": PROMPT,
         },
     )
+    wrong_question = {
+        "engine_reference": [*reference, publication.reference],
+        "prompt": [*PROMPT, Prompt.unknown],
+        "wait": [*SECONDS, 0, 2.1],
+        "timeout": [*SECONDS, 0],
+        "traceparent": TEXT,
+    }
+    right_question = {"engine_reference": cache.engine_reference, "prompt": Prompt([1, 2, 3])}
+    right_fetch = right_question | {"blocks": {"full": Blocks([1])}}
+    wrong_fetch = wrong_question | {"blocks": BLOCKS_BY_GROUP, "allow_overlap": FLAG}
+    yield Case("fetch", cache.fetch, right_fetch, wrong_fetch)
+    yield Case("questions", session.questions, {}, {"timeout": SECONDS})
+    right_miss = {"question": question(), "reason": MissReason.BUSY}
+    wrong_miss: dict[str, list[Any]] = {
+        "question": [None, 1, "kvf1.", publication],
+        "reason": [None, 1, "BUSY", MissReason.NO_ANSWER],
+    }
+    yield Case("miss", session.miss, right_miss, wrong_miss)
     yield Case(
         "checksum",
         cache.checksum,
@@ -558,6 +583,13 @@ def methods(node: str, client: Client, ports: ExitStack) -> Iterator[Case]:
         {"client": [None, node], "spec": [None, 1], "rank": [*NUMBER, 1]},
     )
     yield Case("port publish", scheduler.publish, right_publish, wrong_publish)
+    yield Case("port miss", scheduler.miss, right_miss, wrong_miss)
+    yield Case(
+        "port ask",
+        scheduler.ask,
+        {"request_id": "asked", **right_question},
+        wrong_question | {"request_id": TEXT, "first_token": [*NUMBER, 3], "progressive": FLAG},
+    )
     yield Case(
         "port publish_more",
         scheduler.publish_more,
@@ -658,10 +690,11 @@ def test_every_public_class_is_listed_here() -> None:
         *("Client", "Cache", "EngineSession", "SchedulerPort", "WorkerPort")
     }
     values = {"ReadResult", "ReadSummary", "ReadProgress", "Publication", "Release", "Verification", "ReadPlan", "Read"}
+    values |= {"Question"}
     # The settings of `serve` are a TypedDict, and checked by the server.
     waived = {"Listed", "AsyncClient", "TlsConfig", "Costs", "PathRule", "EmbeddedServer", "ServerSettings"}
     exported = {name for name in kvferry.__all__ if inspect.isclass(getattr(kvferry, name))}
-    enums = {"GroupKind", "MemoryKind", "ReadState", "ReleaseOutcome", "KvferryError"}
+    enums = {"GroupKind", "MemoryKind", "MissReason", "ReadState", "ReleaseOutcome", "KvferryError"}
     assert exported - covered - values - waived - enums == set()
     assert inspect.isclass(Grant)
 

@@ -31,6 +31,7 @@ PUBLIC: list[type] = [
 ]
 VALUES: list[type] = [
     kvferry.Publication,
+    kvferry.Question,
     kvferry.Release,
     kvferry.ReadSummary,
     kvferry.ReadResult,

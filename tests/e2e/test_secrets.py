@@ -18,7 +18,13 @@ import pytest
 from kvferry import Blocks, Cache, Client, EngineSpec, Group, KvferryError, Prompt
 from kvferry._cache import runtime_of
 from kvferry._wire.authority import publication_key, read_id_of
-from kvferry._wire.reference import format_reference, parse_engine_reference, parse_reference, router_reference
+from kvferry._wire.reference import (
+    format_reference,
+    parse_engine_reference,
+    parse_reference,
+    question_reference,
+    router_reference,
+)
 from kvferry._wire.token import engine_ref
 from kvferry.engine import Grant
 from kvferry.errors import PromptMismatch
@@ -140,6 +146,21 @@ class Scene:
         )
         self.asks(f"Handshake {when}", self._merged, request)
 
+    def asks_for_prompts(self, wrong: list[str]) -> None:
+        """A stranger asks the source for a prompt, which it does not answer, and by wrong references."""
+        session = self.source.session
+        reader, given = engine_ref(self.reader.session.token), question_reference(self.server.address, "source")
+        self.secrets["key of a question"] = parse_reference(given).key
+        self.secrets["adapter of a prompt"] = b"an adapter that a stranger asks for"
+        prompt = pb.Prompt(token_ids=[1], adapter=self.secrets["adapter of a prompt"].decode())
+        for text, whole in [(given, session.engine_reference), (given, ""), *((text, text) for text in wrong)]:
+            ask = pb.Ask(reference=text, engine_reference=whole, prompt=prompt)
+            request = pb.NotifyRequest(sender=reader, notifications=[pb.Notification(ask=ask)])
+            self.asks("Notify", self.kv.Notify, request)
+        read = pb.ReadBlocksRequest(reference=given, reader=reader, read_id=b"r" * 16, parties=1)
+        self.asks("ReadBlocks", self.kv.ReadBlocks, read)
+        self.looks("after a question")
+
     def _merged(self, request: pb.HandshakeRequest, timeout: float) -> pb.HandshakeResponse:
         whole = pb.HandshakeResponse()
         for page in self.kv.Handshake(request, timeout=timeout):
@@ -178,6 +199,7 @@ class Scene:
             decline = pb.Notification(decline=pb.Decline(reference=text))
             if text != reference:
                 self.asks("Notify", self.kv.Notify, pb.NotifyRequest(notifications=[decline]))
+        self.asks_for_prompts(texts)
         for secret in tuple(self.secrets.values()):
             said = [
                 pb.Notification(renew=pb.Renew(lease_id=secret + b"x")),
@@ -326,6 +348,7 @@ def test_secrets_are_seen_by_no_other_party(scene: Scene, caplog: pytest.LogCapt
     assert "released: request_id='declined'" in caplog.text
     log = (scene.server.folder / "log").read_bytes()
     assert log.count(b"lease_granted") >= 3
+    assert b"question_ended" in log
     assert b"begun" in log
     scene.sees("the node server's log", log)
     assert found(secrets, scene.seen) == []

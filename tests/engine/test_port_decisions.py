@@ -14,7 +14,7 @@ from unittest.mock import ANY
 import numpy as np
 import pytest
 
-from kvferry import Blocks, Client, EngineSpec, Group, Prompt
+from kvferry import Blocks, Client, EngineSpec, Group, MissReason, Prompt, Question
 from kvferry._cache import Cache
 from kvferry._clock import now
 from kvferry._control.connection import Control
@@ -370,7 +370,10 @@ class Scheduler:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reads, self.publishing, self.session, self.holder = Recorder(), Recorder(), Recorder(), Recorder()
         self.made: list[tuple[Any, ...]] = []
-        vars(self.publishing).update(block_use=SimpleNamespace(writes=lambda: "writes"))
+        heard: list[object] = []
+        vars(self.publishing).update(block_use=SimpleNamespace(writes=lambda: "writes"), on_question=heard.append)
+        vars(self.reads).update(news=SimpleNamespace(tell="told"))
+        self.heard = heard
         vars(self.session).update(token="token", engine_reference="engine", _session=self.publishing)
 
         def made(*arguments: Any, **options: Any) -> Recorder:
@@ -463,12 +466,25 @@ def test_a_scheduler_passes_its_arguments_on(scheduler: Scheduler) -> None:
     assert publishing.last() == ("publish_more", (more,), {})
     port.abort(publication)
     assert publishing.last() == ("abort", (publication,), {})
+    scheduler.holder.answers["request"] = "a request"
+    port.ask("mine", "kvf1e.x", PROMPT, first_token=1, wait=0.5, timeout=5.0, progressive=True)
+    assert reads.last() == ("acquire", ("mine", "a request"), {})
+    _, (asked, _), given = scheduler.holder.last()
+    assert (asked.engine_reference, asked.prompt, asked.first_token, asked.wait) == ("kvf1e.x", PROMPT, 1, 0.5)
+    others: dict[str, Any] = {"expected_reads": 0, "traceparent": "", "progressive": True, "prompt": PROMPT}
+    assert given == {"request_id": "mine", "parties": 2, "timeout": 5.0, **others}
+    question = Question(1, "kvf1.x", PROMPT, 0, "asker", 7.0)
+    publishing.answers["questions"] = [question]
+    assert port.questions() == [question]
+    port.miss(question, MissReason.BUSY)
+    assert publishing.last() == ("miss", (question, MissReason.BUSY), {})
+    assert scheduler.heard == ["told"]
     assert cast(Any, port.released()) == ["released"]
 
 
 def test_a_scheduler_counts_its_reads(scheduler: Scheduler) -> None:
     port = scheduler.port()
-    counts = {"done": 1, "failed": 2, "cancelled": 3, "expired": 4, "refused": 5, "disputed": 7}
+    counts = {"done": 1, "failed": 2, "cancelled": 3, "expired": 4, "refused": 5, "disputed": 7, "missed": 8}
     vars(scheduler.reads).update(counts=counts, bytes=6)
     scheduler.reads.answers["counted"] = {
         stage: 10 + place
@@ -479,7 +495,7 @@ def test_a_scheduler_counts_its_reads(scheduler: Scheduler) -> None:
     scheduler.publishing.answers["counts"] = (20, 21, 22)
     found = port.stats()
     assert (found.done, found.failed, found.cancelled, found.expired, found.not_granted, found.bytes) == (*range(1, 7),)
-    assert found.disputed == 7
+    assert (found.disputed, found.missed) == (7, 8)
     stages = (found.waiting, found.granted, found.reading, found.judging, found.uncertain)
     assert stages == (10, 11, 12, 13, 14)
     assert (found.published, found.released, found.refused) == (20, 21, 22)

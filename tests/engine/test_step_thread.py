@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry import Blocks, Client, EngineSpec, Interval, MemoryKind, MemoryRegion
+from kvferry import Blocks, Client, EngineSpec, Interval, MemoryKind, MemoryRegion, MissReason, Prompt
 from kvferry.engine import ReadEnd, SchedulerPort, Tails, WorkerPort
 from tests.engine.port_engines import PortEngine
 from tests.support.caches import Model, shards
 from tests.support.identifiers import unique_id
 from tests.support.node_servers import NodeServerProcess
-from tests.support.waiting import stop
+from tests.support.waiting import stop, until
 
 pytestmark = pytest.mark.slow
 
@@ -30,6 +30,7 @@ MODEL = Model(layers=8, heads=8, head_dim=128, block_tokens=64, num_blocks=256)
 
 HALF = MODEL.num_blocks // 2
 STEPS = 2000
+LONG = Prompt([7] * 200_000)
 
 
 class Watched:
@@ -87,7 +88,7 @@ class Here:
         regions = [MemoryRegion(MemoryKind.DRAM, 0, base, self.memory.nbytes)]
         self.worker.register(planes=MODEL.planes(units, base), regions=regions, keep=self.memory)
         self.ended: dict[str, ReadEnd] = {}
-        self.steps = 0
+        self.steps = self.missed = 0
 
     def step(self) -> None:
         """All that an engine asks after a step."""
@@ -97,6 +98,9 @@ class Here:
         for end in self.scheduler.finished().reads:
             self.ended[end.request_id] = end
         self.scheduler.released()
+        for question in self.scheduler.questions():
+            self.scheduler.miss(question, MissReason.NOT_CACHED)
+            self.missed += 1
         self.scheduler.stats()
         self.steps += 1
 
@@ -142,7 +146,10 @@ def test_a_scheduler_step_while_gigabytes_move(here: tuple[Here, PortEngine, Nod
     watched.run(engine_loop)
     assert [end.error for end in made.ended.values()] == [None] * 8
     assert sum(end.bytes for end in made.ended.values()) == 2 << 30
-    # Publishing, declining and cancelling are an engine's step, too.
+    # To answer questions is an engine's step, too.
+    source.scheduler.ask("theirs", made.scheduler.engine_reference, LONG)
+    watched.run(lambda: until(lambda: made.step() or bool(made.missed)))  # type: ignore[func-returns-value]
+    # Publishing, declining and cancelling as well.
     offered = made.scheduler.publish("offered", {"full": Blocks([1])})
     watched.run(lambda: made.scheduler.abort(offered))
     watched.run(lambda: made.scheduler.decline(publications[0]))
@@ -167,6 +174,7 @@ def test_a_scheduler_step_while_a_peer_is_stopped(here: tuple[Here, PortEngine, 
     def engine_loop() -> None:
         assert made.read("granted", range(HALF))
         made.scheduler.acquire("waits", references[1])
+        made.scheduler.ask("asks", source.scheduler.engine_reference, LONG)
         made.worker.warm(source.scheduler.engine_reference)
         made.scheduler.publish("mine", {"full": Blocks([HALF])})
         for _ in range(STEPS):
@@ -174,6 +182,7 @@ def test_a_scheduler_step_while_a_peer_is_stopped(here: tuple[Here, PortEngine, 
             assert made.scheduler.granted("waits") is None
         made.scheduler.decline(references[2])
         assert made.scheduler.cancel("waits")
+        assert made.scheduler.cancel("asks")
         assert made.scheduler.cancel("granted")
         made.step()
 

@@ -192,7 +192,10 @@ class Host:
         stream = watch(
             home, decode.process(request), request.session_secret, request.resume_epoch, request.resume_sequence
         )
-        return Pulled(stream, lambda message: encode.watch_message(home.epoch, message, home.times, home.advertise))
+        return Pulled(
+            stream,
+            lambda message: encode.watch_message(home.epoch, message, home.times, home.advertise, home.clock.now()),
+        )
 
     def pump(self, pipes: list[Pipe[Any]]) -> None:
         """Let all streams send their messages: at the end of a turn none has unsent messages."""

@@ -161,6 +161,7 @@ def test_a_successful_read_returns_its_bytes_and_whether_its_home_confirmed_it(w
         descriptors=3,
         pieces=8,
         source_ranks=(1,),
+        end_token=5,
         confirmed=confirmed,
     )
     assert handle.quiet

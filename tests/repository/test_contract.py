@@ -16,7 +16,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from kvferry._prompt import MARK_BYTES
 from kvferry._wire import authority, reference, version
-from kvferry._wire.channel import MAX_MESSAGE_BYTES
+from kvferry._wire.channel import MAX_MESSAGE_BYTES, MAX_NOTIFY_BYTES
 from kvferry.errors import BadGeometry
 from kvferry.geometry import Group, GroupKind
 from kvferry.v1 import admin_pb2, errors_pb2, geometry_pb2, introspection_pb2, kv_transfer_pb2
@@ -91,6 +91,14 @@ STATED = {
     "ReadDone.reports": f"at most {HOME.ranks}.",
     "Decline.reference": f"at most {reference.MAX_LENGTH} bytes",
     "Decline.relayed_by": f"at most {limits.MAX_TEXT} bytes",
+    "Ask.reference": f"at most {reference.MAX_LENGTH} bytes",
+    "Ask.engine_reference": f"at most {reference.MAX_LENGTH} bytes",
+    "Ask.prompt": f"at most {MAX_NOTIFY_BYTES // MIB} MiB",
+    "Ask.wait": f"at most {limits.MAX_ASK_WAIT:.0f} seconds. Zero: {limits.DEFAULT_ASK_WAIT * 1000:.0f} ms",
+    "Prompt.token_ids": f"at most {MAX_NOTIFY_BYTES // MIB} MiB",
+    "Prompt.adapter": f"At most {limits.MAX_TEXT} bytes",
+    "Prompt.inputs": f"at most {limits.MAX_INPUTS}.",
+    "PromptInput.identifier": f"1 to {limits.MAX_TEXT} bytes",
     "ReadChecksumsRequest.queries": (f"at most {limits.MAX_ASKED_SUMS} sums of {limits.MAX_ASKED_PLANES} planes"),
     "ListEnginesRequest.page_size": f"at most {limits.MAX_PAGE_SIZE}. 0 means {limits.DEFAULT_PAGE_SIZE}",
     "ListRequestsRequest.page_token": f"at most {limits.MAX_PAGE_TOKEN} bytes",

@@ -90,10 +90,13 @@ def main() -> None:
         for _ in range(steps):
             inner.step()
 
-    def end_begun() -> None:
-        """Make the steps that the request needs that was begun."""
+    def end_begun() -> Any:
+        """Make the steps that the request needs that was begun; its tokens and its finish."""
+        said: Any = None
         while engine.llm_engine.has_unfinished_requests():
-            engine.llm_engine.step()
+            for output in engine.llm_engine.step():
+                said = [list(output.outputs[0].token_ids), output.outputs[0].finish_reason]
+        return said
 
     def abort_begun() -> None:
         """Abort the request that was begun."""

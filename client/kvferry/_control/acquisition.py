@@ -16,6 +16,7 @@ from kvferry._clock import from_duration, to_duration
 from kvferry._control.backoff import BACKOFF_FIRST, Backoff
 from kvferry._control.connection import CALL_TIMEOUT, SILENCE, Call, Control
 from kvferry._control.granted_steps import GrantedPart, GrantedSteps
+from kvferry._control.questions import AskedPrefix
 from kvferry._control.reader_lease import LEASE_ID_BYTES, RENEW_LEAST, ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._control.right_prompt import ReaderPrompt
@@ -66,6 +67,7 @@ class AcquireRequest:
         progressive: return the lease with the first blocks; if False, with all blocks.
         given: the reference that the reader was given, if it is another one than `text`.
         hint: the hint in the given reference; empty: none, or it must not be used.
+        asked: what the source is asked to publish under the reference; None: nothing, since somebody else has.
     """
 
     home: Control
@@ -80,6 +82,7 @@ class AcquireRequest:
     progressive: bool = False
     given: str = field(default="", repr=False)
     hint: bytes = field(default=b"", repr=False)
+    asked: AskedPrefix | None = None
 
     def is_for(self, reference: str) -> bool:
         """Whether this reference is the publication's own, or the one that the engine gave."""
@@ -185,8 +188,9 @@ class Acquisition:
         """Calls of the current attempt, see `CALLS_AT_ONCE`, and the pauses after answers without news."""
         self._next_call = 0.0
 
-    async def first(self) -> Acquired:
-        """Wait for the lease and its blocks: all of them, or the first, if the request is progressive.
+    async def first(self, check: Callable[[Acquired], object] | None = None) -> Acquired:
+        """Wait for the lease and its blocks: all of them, or the first, if the request is progressive. `check` raises
+        an error for blocks that are of no use; the lease is given back then.
 
         Raises:
             KvferryError: repeating cannot help: `PromptMismatch`, `PublicationTimeout` (the publication was not
@@ -196,6 +200,8 @@ class Acquisition:
         try:
             self._request.prompt.refuse(self._request.reference)
             acquired = await self._next(Acquired)
+            if check is not None:
+                check(acquired)
             self._granted, self._over = True, acquired.part.complete
         except KvferryError:
             outcome = pb.RANK_OUTCOME_FAILED

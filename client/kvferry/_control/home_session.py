@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 from kvferry._clock import LONGEST, from_duration
 from kvferry._control.batches import batches
@@ -16,6 +17,7 @@ from kvferry._control.notifier import Message, Notifier
 from kvferry._control.publication_sender import PublicationSender
 from kvferry._control.publications import Offers, Publication, Release, leaves_open
 from kvferry._control.publish import Publish, PublishMore, follow, new_step
+from kvferry._control.questions import MissReason, Question, Questions
 from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
 from kvferry._logs import Log
@@ -61,6 +63,7 @@ class HomeSession:
     Attributes:
         advertise: the home's address for readers, once the session is open.
         news: set when `released` has something to return.
+        asked: set when `questions` has something to return.
         patience: seconds for which a step that the home does not take is sent again: for as long as the home would hold
             the publication for readers.
     """
@@ -88,6 +91,10 @@ class HomeSession:
         """Numbers of released publications that are to be acknowledged."""
         self._acknowledging: asyncio.Task[None] | None = None
         self._declines = Notifier(loop, self._engine)
+        self._misses = Notifier(loop, self._engine, self._secret)
+        self.asked = News()
+        self._questions = Questions(loop.now)
+        self.on_question(self.asked.tell)
         self._refills: list[Callable[[], Awaitable[None]]] = []
         self.closed = False
         request = pb.WatchRequest(engine=self._engine, session_secret=self._secret, role=pb.WATCH_ROLE_SCHEDULER)
@@ -176,6 +183,26 @@ class HomeSession:
                 return found
             self.news.wait(max(0.001, min(LONGEST, left)))
 
+    def questions(self, timeout: float = 0.0) -> list[Question]:
+        """See `EngineSession.questions`."""
+        deadline = self._loop.now() + timeout
+        while True:
+            found = self._questions.take()
+            left = deadline - self._loop.now()
+            if found or self.closed or left <= 0:
+                return found
+            self.asked.wait(min(LONGEST, left))
+
+    def on_question(self, heard: Callable[[], object]) -> None:
+        """Call `heard` for each new question, on the client's event loop."""
+        self._questions.heard.append(heard)
+
+    def miss(self, question: Question, reason: MissReason) -> None:
+        """See `SchedulerPort.miss`."""
+        if self._questions.end(question):
+            miss = pb.Notification(miss=pb.Miss(question=question.number, reason=pb.MissReason.ValueType(reason)))
+            self._loop.call(partial(self._misses.send, self._control, [Message(miss, question.deadline)]))
+
     def unreleased(self) -> tuple[Publication, ...]:
         """See `EngineSession.unreleased`."""
         with self.lock:
@@ -204,7 +231,9 @@ class HomeSession:
             if self.closed:
                 return
             self.closed = True
+        self._questions.close()
         self.news.end()
+        self.asked.end()
         try:
             self._loop.run(self._close(timeout))
         except Closed:
@@ -213,7 +242,8 @@ class HomeSession:
 
     async def _close(self, timeout: float) -> None:
         await self._sender.close(timeout)
-        await self._declines.close(0.0)
+        for notifier in (self._declines, self._misses):
+            await notifier.close(0.0)
         failure = self._watcher.failure
         await self._watcher.close()
         if failure is None:
@@ -347,6 +377,7 @@ class HomeSession:
 
     async def _on_event(self, message: pb.WatchResponse) -> None:
         kind = message.WhichOneof("event")
+        self._questions.on_event(message)
         if kind == "opened":
             times = message.opened.times
             with self.lock:

@@ -13,11 +13,13 @@ from google.protobuf.message import DecodeError
 
 from kvferry._clock import LONGEST
 from kvferry._control.acquisition import HOME_PATIENCE, Acquired, AcquireRequest, Acquisition
+from kvferry._control.asking import AskingAcquisition
 from kvferry._control.batches import read_done
 from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedSteps
 from kvferry._control.homes import Homes
 from kvferry._control.notifier import Message, Notifier
+from kvferry._control.questions import AskedPrefix
 from kvferry._control.reader_lease import Confirm, ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._control.right_prompt import PromptCheck, ReaderPrompt
@@ -26,7 +28,14 @@ from kvferry._prompt import Prompt
 from kvferry._tracing import NO_SPAN, Span
 from kvferry._wire.authority import new_read_id, read_id_of
 from kvferry._wire.publication import granted_by
-from kvferry._wire.reference import MAX_HINT_BLOCKS, format_reference, hint_digest, parse_reference
+from kvferry._wire.reference import (
+    MAX_HINT_BLOCKS,
+    format_reference,
+    hint_digest,
+    parse_engine_reference,
+    parse_reference,
+    question_reference,
+)
 from kvferry._wire.token import EngineToken, engine_ref
 from kvferry.errors import InternalError, InvalidField, KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -100,7 +109,7 @@ class LeaseHolder:
 
     def request(
         self,
-        reference: str,
+        reference: str | AskedPrefix,
         read_id: str,
         *,
         parties: int,
@@ -111,12 +120,13 @@ class LeaseHolder:
         traceparent: str = "",
         progressive: bool = False,
     ) -> AcquireRequest:
-        """Make the request for a read of a publication, part of the trace that `traceparent` names.
+        """Make the request for a read of a publication, part of the trace that `traceparent` names; or of what an
+        engine is asked for.
 
         `request_id` is the reader's name for the request.
 
         Raises:
-            BadReference: the string is not a reference.
+            BadReference: the string is not a reference, or not that of the engine that is asked.
             HomeNotAllowed: this client may not connect to the home in the reference.
             EngineNotListed, DirectoryUnavailable: the reference names no home, and the directory does not list its
                 engine.
@@ -124,6 +134,11 @@ class LeaseHolder:
         """
         if not 0 < timeout < LONGEST:
             raise InvalidField("timeout", timeout, f"more than 0 seconds, and less than {LONGEST:g}")
+        asked, check = None, self._prompt_check
+        if isinstance(reference, AskedPrefix):
+            asked, reference = reference, self._made_for(reference)
+            # An answer without marks is none: the source was told the prompt.
+            check = PromptCheck.REQUIRE if check is PromptCheck.COMPARE else check
         parsed = parse_reference(reference)
         # A reference may lack the address, which later steps need, such as the grant to a rank on another node.
         parsed.home = self._homes.address_of(parsed)
@@ -144,10 +159,16 @@ class LeaseHolder:
             parties=parties,
             expected_reads=expected_reads,
             deadline=self._loop.now() + timeout,
-            prompt=ReaderPrompt(prompt, self._prompt_check, request_id, self._reader.engine_id),
+            prompt=ReaderPrompt(prompt, check, request_id, self._reader.engine_id),
             span=Span(traceparent),
             progressive=progressive,
+            asked=asked,
         )
+
+    def _made_for(self, asked: AskedPrefix) -> str:
+        """Make the reference under which an engine is asked, and under which its answer is read."""
+        engine = parse_engine_reference(asked.engine_reference)
+        return question_reference(self._homes.address_of(engine), engine.engine_id)
 
     def check(self, reference: str, prompt: Prompt) -> None:
         """Raise `BadReference` or `HomeNotAllowed` for a reference that cannot be read, and `PromptMismatch` if the
@@ -196,7 +217,14 @@ class LeaseHolder:
             parties=request.parties,
             expected_reads=request.expected_reads,
         )
-        return Acquisition(self._loop, request, asked, self._renewals, self._give_up, self._aside, changed)
+        given = (self._loop, request, asked, self._renewals, self._give_up, self._aside, changed)
+        if request.asked is not None:
+            return AskingAcquisition(request.asked, partial(self.withdraw, request), *given)
+        return Acquisition(*given)
+
+    def withdraw(self, request: AcquireRequest) -> None:
+        """Tell the home that nobody will read the answer to a question: its source then has the blocks back at once."""
+        self.decline(request.text, HOME_PATIENCE)
 
     def drop(self, acquired: Acquired) -> None:
         """Stop renewing a lease whose read has ended."""
@@ -251,17 +279,17 @@ class LeaseHolder:
         """Until when, from now, the home is asked to validate a read from a hint, on the loop's clock."""
         return min(request.deadline, self._loop.now() + HOME_PATIENCE)
 
-    def decline(self, reference: str) -> None:
+    def decline(self, reference: str, patience: float = DECLINE_PATIENCE) -> None:
         """Tell the home that this engine will not read a publication (PROTOCOL, Leases 8).
 
-        The message is repeated for `DECLINE_PATIENCE` if the home cannot be reached, or is recovering.
+        The message is repeated for `patience` seconds if the home cannot be reached, or is recovering.
 
         Raises:
             BadReference, HomeNotAllowed: see `request`.
         """
         home = self._homes.of(parse_reference(reference))
         decline = pb.Notification(decline=pb.Decline(reference=reference))
-        self._notifier.send(home, [Message(decline, self._loop.now() + DECLINE_PATIENCE)])
+        self._notifier.send(home, [Message(decline, self._loop.now() + patience)])
 
     async def close(self, timeout: float) -> None:
         """Stop repeating messages, and wait at most `timeout` seconds for leases of cancelled reads that may still be

@@ -40,11 +40,13 @@ class Message:
 
 
 class Notifier:
-    """Sends the notifications of one reader. Belongs to the client's event loop."""
+    """Sends the notifications of one engine. Belongs to the client's event loop. `session_secret` is given for those of
+    a source."""
 
-    def __init__(self, loop: Loop, sender: pb.EngineRef) -> None:
+    def __init__(self, loop: Loop, sender: pb.EngineRef, session_secret: bytes = b"") -> None:
         self._loop = loop
         self._sender = sender
+        self._secret = session_secret
         self._waiting: dict[Control, list[Message]] = {}
         """Messages that wait for another attempt. A coroutine per home makes the attempts."""
         self._news: dict[Control, Signal] = {}
@@ -61,7 +63,8 @@ class Notifier:
             MessageTooLarge: a notification does not fit into one message; nothing was sent.
         """
         left = list(messages)
-        for request in tuple(batches(self._sender, [each.notification for each in left])):
+        notifications = [each.notification for each in left]
+        for request in tuple(batches(self._sender, notifications, session_secret=self._secret)):
             batch, left = left[: len(request.notifications)], left[len(request.notifications) :]
             call = self._loop.spawn(self._attempt(home, request, batch, timeout, span), f"a call to {home.address}")
             self._calls.add(call)

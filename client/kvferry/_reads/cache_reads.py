@@ -198,4 +198,5 @@ def _result(read: OwnRead) -> ReadResult | TransferFailed:
         confirmed=read.confirmed,
         verification=share.verification,
         prompt=read.request.prompt.found,
+        end_token=read.until,
     )

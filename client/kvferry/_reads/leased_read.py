@@ -15,7 +15,7 @@ from kvferry._loop import Loop, Signal
 from kvferry._reads.read_times import ShareWork, Stamps
 from kvferry._tracing import NO_SPAN
 from kvferry._wire.publication import Told
-from kvferry.errors import KvferryError, PromptMismatch, TransferCancelled, TransferError
+from kvferry.errors import KvferryError, PrefixMiss, PromptMismatch, TransferCancelled, TransferError
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = Log(__name__)
@@ -107,7 +107,8 @@ class LeasedRead:
 
 def log_end(read: LeasedRead, how: str) -> None:
     """Log the end of a read under the names that its home and its source use as well."""
-    level = logging.DEBUG if read.error is None or isinstance(read.error, TransferCancelled) else logging.INFO
+    ordinary = read.error is None or isinstance(read.error, (TransferCancelled, PrefixMiss))
+    level = logging.DEBUG if ordinary else logging.INFO
     if isinstance(read.error, PromptMismatch):
         level = logging.ERROR
     if not logger.isEnabledFor(level):

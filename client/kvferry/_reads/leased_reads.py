@@ -334,6 +334,9 @@ class LeasedReads(Generic[SomeRead]):
             self._holder.drop(acquired)
         else:
             self._holder.let_go(read.request.home, acquired)
+        if read.request.asked is not None and (read.error is not None or not reported):
+            # Nobody else reads the answer to this engine's question.
+            self._holder.withdraw(read.request)
 
     def _never_heard(self, read: SomeRead) -> None:
         """Refuse a read whose acquisition has not ended by its deadline: gRPC may get no thread to report the end."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from kvferry._reads.leased_read import LeasedRead
 from kvferry._reads.read_times import ShareWork
-from kvferry.errors import KvferryError, TransferCancelled, TransferExpired
+from kvferry.errors import KvferryError, PrefixMiss, TransferCancelled, TransferExpired
 from kvferry.stats import RankStats, ReadStats, TransportGauges, total
 
 
@@ -50,7 +50,8 @@ class ReadMeter:
 
     def refused(self, read: LeasedRead) -> None:
         """Count a read that got no lease, or whose lease ended before the read began."""
-        self._count(read, "cancelled" if isinstance(read.error, TransferCancelled) else "not_granted")
+        missed = "missed" if isinstance(read.error, PrefixMiss) else "not_granted"
+        self._count(read, "cancelled" if isinstance(read.error, TransferCancelled) else missed)
 
     def withdrawn(self, read: LeasedRead) -> None:
         """Count a read that its engine withdrew before a rank had begun."""
@@ -69,7 +70,7 @@ class ReadMeter:
     def _count(self, read: LeasedRead, outcome: str) -> None:
         self._under_way.discard(read)
         self._stats.outcomes[outcome] += 1
-        if outcome not in ("done", "cancelled"):
+        if outcome not in ("done", "cancelled", "missed"):
             self._stats.failures[type(read.error).__name__] += 1
 
 

@@ -53,6 +53,7 @@ class ReadResult(Told):
             decided.
         verification: the result of integrity mode; None if it is off.
         prompt: "matched": the source has marked this prompt; "unmarked": no mark; "unknown": nothing was compared.
+        end_token: the end of the tokens that were read, or that a state which was read has seen.
     """
 
     request_id: str
@@ -64,6 +65,7 @@ class ReadResult(Told):
     confirmed: bool
     verification: Verification | None = None
     prompt: str = "unknown"
+    end_token: int = 0
 
 
 @dataclass(frozen=True, slots=True)

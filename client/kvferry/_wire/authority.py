@@ -66,6 +66,12 @@ def engine_key(session_secret: bytes) -> bytes:
     return _derived(session_secret, b"kvferry engine 1" + bytes(8))
 
 
+def question_name(key: bytes) -> str:
+    """Derive the router_key of a question's reference from the reference's key. An asker can then take no name that a
+    router uses, and a home recognises the answer to a question, also one that has ended, by its name."""
+    return hashlib.sha256(b"kvferry question 1" + key).hexdigest()[:32]
+
+
 def new_agent_key() -> bytes:
     """Draw the key of an agent that is made before its engine's incarnation is known."""
     return secrets.token_bytes(AGENT_KEY_BYTES)

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError, Message
 
 from kvferry import _arguments as arguments
 from kvferry._prompt import MARK_BYTES
-from kvferry._wire.authority import INCARNATION_BYTES, KEY_BYTES
+from kvferry._wire.authority import INCARNATION_BYTES, KEY_BYTES, question_name
 from kvferry.errors import BadReference, InvalidField
 from kvferry.v1 import kv_transfer_pb2 as pb
 
@@ -77,6 +77,13 @@ def router_reference(
         data_parallel_rank=arguments.integer("data_parallel_rank", data_parallel_rank, 0, 2**32 - 1),
     )
     return format_reference(made)
+
+
+def question_reference(home: str, engine_id: str) -> str:
+    """Make the reference of a question, which an engine is asked with (`kvferry.v1.Ask`); new for each question. Raises
+    `InvalidField` as `router_reference`."""
+    key = secrets.token_bytes(KEY_BYTES)
+    return router_reference(home, engine_id, router_key=question_name(key), key=key)
 
 
 def engine_ids(engine_id: str, data_parallel_rank: int) -> tuple[str, ...]:

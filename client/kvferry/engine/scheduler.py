@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvferry import _arguments as arguments
@@ -11,6 +11,7 @@ from kvferry._cache import OPEN_TIMEOUT, READ_TIMEOUT
 from kvferry._client import Client, client_runtime_of
 from kvferry._control.publications import Publication, Release
 from kvferry._control.publish import Publish, PublishMore
+from kvferry._control.questions import ANSWER_WAIT, AskedPrefix, MissReason, Question, checked_miss
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing
 from kvferry._prompt import Prompt
@@ -34,6 +35,7 @@ class SchedulerStats:
         published, released, refused: publications of this engine; `refused` is the part of `released` that the home did
             not accept. ``published - released`` are pinned.
         done, failed, cancelled, expired, not_granted: ended reads, by outcome.
+        missed: reads that other engines were asked for, and that ended with `PrefixMiss`.
         disputed: reads counted as done, whose leases had ended according to a later verdict of the home.
         bytes: bytes read by all ranks.
         waiting, granted, reading, judging: reads in progress, by stage.
@@ -48,6 +50,7 @@ class SchedulerStats:
     cancelled: int
     expired: int
     not_granted: int
+    missed: int
     disputed: int
     bytes: int
     waiting: int
@@ -103,6 +106,7 @@ class SchedulerPort(Closing):
             hold_until_quiet=hold_until_quiet,
             meter=runtime.reads,
         )
+        home_session.on_question(self._reads.news.tell)
 
     @property
     def token(self) -> EngineToken:
@@ -161,6 +165,30 @@ class SchedulerPort(Closing):
         freed. Call this in every step."""
         return self._publications.released()
 
+    def questions(self) -> list[Question]:
+        """Return the questions of other engines since the last call, each exactly once: what does this engine have
+        cached of a prompt? Call this in each step; nearly free if there are none.
+
+        Answer each in the same step, if possible: with ``publish(request_id, blocks, reference=question.reference,
+        prompt=question.prompt)``, where the blocks hold the longest prefix that the engine has, from a block at or
+        before `Question.first_token` on, or with `miss`. The blocks are pinned until `released`, which comes within
+        seconds if nobody reads. An engine that answers nothing makes each asker wait for its whole time.
+        """
+        return self._publications.questions()
+
+    def on_question(self, heard: Callable[[], object]) -> None:
+        """Call `heard` for each new question, on a thread of the SDK, which must not wait. For engines that run no
+        steps while they have nothing to do."""
+        self._publications.on_question(heard)
+
+    def miss(self, question: Question, reason: MissReason) -> None:
+        """Answer a question with nothing. Does nothing for a question that has ended.
+
+        Raises:
+            InvalidField: an argument has the wrong type, or the reason is NO_ANSWER, which only homes give.
+        """
+        self._publications.miss(*checked_miss(question, reason))
+
     # As a destination.
 
     def acquire(
@@ -210,6 +238,54 @@ class SchedulerPort(Closing):
         )
         self._reads.acquire(request_id, request)
 
+    def ask(
+        self,
+        request_id: str,
+        engine_reference: str,
+        prompt: Prompt,
+        *,
+        first_token: int = 0,
+        wait: float = ANSWER_WAIT,
+        timeout: float = READ_TIMEOUT,
+        traceparent: str = "",
+        progressive: bool = False,
+    ) -> None:
+        """Ask an engine for what it has cached of a prompt's beginning, and acquire it. Goes on like `acquire`:
+        `granted` returns an `Offer`, whose blocks begin at or before `first_token`, and end where the engine's own
+        prefix ends (`Offer.blocks`). Compute the rest.
+
+        `granted` raises `PrefixMiss`, at the latest a second after `wait`, if there is nothing to read, the engine
+        does not answer, or its home is away: compute the prompt. Answers that come later are given back.
+
+        The prompt is copied to that engine on other threads, however long it is. Of a prompt of more than 235,000
+        tokens, the first 235,000 are asked for.
+
+        Args:
+            request_id: see `acquire`.
+            engine_reference: the other engine's `SchedulerPort.engine_reference` or `Cache.engine_reference`.
+            prompt: the prompt of this request. Without a mark of it, no answer is accepted, also under the
+                ``prompt_check="compare"`` of the client.
+            first_token: the first token wanted; what lies before it, this engine has itself.
+            wait: seconds to wait for the answer, at most 2.
+            timeout, traceparent, progressive: see `acquire`.
+
+        Raises:
+            BadReference, HomeNotAllowed, WrongState, LimitReached: see `acquire`.
+            InvalidField: the prompt is unknown, or not known up to `first_token`; or another argument is wrong.
+        """
+        request = self._holder.request(
+            AskedPrefix(engine_reference, prompt, first_token, wait, self.spec.groups),
+            secrets.token_hex(8),
+            request_id=arguments.text("request_id", request_id),
+            parties=self.spec.num_ranks,
+            expected_reads=0,
+            timeout=arguments.seconds("timeout", timeout),
+            traceparent=arguments.text("traceparent", traceparent),
+            progressive=arguments.flag("progressive", progressive),
+            prompt=prompt,
+        )
+        self._reads.acquire(request_id, request)
+
     def news(self) -> list[str]:
         """Return the requests for which `granted` has a new result: they were granted or refused since the last call,
         or their offers have grown. For engines with many waiting requests: nearly free if there are none."""
@@ -222,8 +298,10 @@ class SchedulerPort(Closing):
 
         Raises:
             WrongState: the request was not acquired, or its read has ended.
+            PrefixMiss: the engine that was asked has nothing to read. After this and the next error, the port forgets
+                the request.
             KvferryError: the home will not grant the request, for example `PublicationTimeout`, `PublicationAborted` or
-                `PeerRestarted`. The port then forgets the request.
+                `PeerRestarted`.
         """
         return self._reads.granted(arguments.text("request_id", request_id))
 
@@ -315,8 +393,8 @@ class SchedulerPort(Closing):
         return self._reads.take_finished()
 
     def wait_news(self, timeout: float) -> bool:
-        """Wait, at most `timeout` seconds, until `granted`, `grant_steps` or `finished` has news; returns whether there
-        may be news.
+        """Wait, at most `timeout` seconds, until `granted`, `grant_steps`, `finished` or `questions` has news; returns
+        whether there may be news.
 
         For engines that would otherwise run empty steps: such a loop takes the processor, and Python's lock, from the
         threads that the reads wait for.
@@ -340,6 +418,7 @@ class SchedulerPort(Closing):
             cancelled=counts["cancelled"],
             expired=counts["expired"],
             not_granted=counts["refused"],
+            missed=counts["missed"],
             disputed=counts["disputed"],
             bytes=self._reads.bytes,
             waiting=stages[ReadStage.WAITING],

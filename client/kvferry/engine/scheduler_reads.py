@@ -27,6 +27,7 @@ from kvferry.errors import (
     InvalidField,
     KvferryError,
     LimitReached,
+    PrefixMiss,
     PromptMismatch,
     TransferCancelled,
     TransferExpired,
@@ -46,8 +47,8 @@ class Reads(LeasedReads[SchedulerRead]):
 
     Attributes:
         news: set when `granted`, `take_steps` or `take_finished` has something to return.
-        counts: ended reads since the start, by kind: "done", "failed", "cancelled", "expired", "refused"; "disputed"
-            is a part of "done".
+        counts: ended reads since the start, by kind: "done", "failed", "cancelled", "expired", "refused", "missed";
+            "disputed" is a part of "done".
         bytes: bytes read by all ranks since the start.
     """
 
@@ -277,7 +278,7 @@ class Reads(LeasedReads[SchedulerRead]):
             self._waiting -= 1
         read.offer = None
         self._changed[read.request_id] = None
-        self.counts["refused"] += 1
+        self.counts["missed" if isinstance(read.error, PrefixMiss) else "refused"] += 1
         self.news.tell()
 
     def on_stop(self, read: SchedulerRead) -> None:

@@ -242,6 +242,11 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     every read, the source's engine does not say its prompts, or this reader does not: give both `prompt`, or set the
     reader's prompt_check to "compare".
     """
+    ERROR_REASON_PREFIX_MISS: _ErrorReason.ValueType  # 41
+    """NOT_FOUND: the engine that was asked for a prompt's beginning has nothing to read, or did not answer. Metadata: engine_id;
+    why, a MissReason without its prefix. Next step: nothing: compute the prompt. If `why` is often NO_ANSWER, that engine's
+    steps take longer than the asker waits.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """ErrorReason is the machine-readable reason of an error. The comment gives the status code, the meaning, the metadata
@@ -461,5 +466,10 @@ ERROR_REASON_PROMPT_UNMARKED: ErrorReason.ValueType  # 40
 "require". Raised by readers. Metadata: as PROMPT_MISMATCH. Next step: compute the request in decode. If it comes with
 every read, the source's engine does not say its prompts, or this reader does not: give both `prompt`, or set the
 reader's prompt_check to "compare".
+"""
+ERROR_REASON_PREFIX_MISS: ErrorReason.ValueType  # 41
+"""NOT_FOUND: the engine that was asked for a prompt's beginning has nothing to read, or did not answer. Metadata: engine_id;
+why, a MissReason without its prefix. Next step: nothing: compute the prompt. If `why` is often NO_ANSWER, that engine's
+steps take longer than the asker waits.
 """
 global___ErrorReason = ErrorReason

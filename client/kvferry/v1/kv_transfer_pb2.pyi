@@ -141,6 +141,38 @@ RANK_OUTCOME_EXPIRED: RankOutcome.ValueType  # 4
 """RANK_OUTCOME_EXPIRED: the reader's own deadline passed."""
 global___RankOutcome = RankOutcome
 
+class _MissReason:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _MissReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_MissReason.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    MISS_REASON_UNSPECIFIED: _MissReason.ValueType  # 0
+    """MISS_REASON_UNSPECIFIED is refused."""
+    MISS_REASON_NOT_CACHED: _MissReason.ValueType  # 1
+    """MISS_REASON_NOT_CACHED: the engine has no tokens from first_token on."""
+    MISS_REASON_BUSY: _MissReason.ValueType  # 2
+    """MISS_REASON_BUSY: the engine holds as many blocks for readers as it may."""
+    MISS_REASON_UNSUPPORTED: _MissReason.ValueType  # 3
+    """MISS_REASON_UNSUPPORTED: the engine cannot look up such prompts."""
+    MISS_REASON_NO_ANSWER: _MissReason.ValueType  # 4
+    """MISS_REASON_NO_ANSWER: the engine did not answer in time. Said by homes only."""
+
+class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper):
+    """MissReason says why there is nothing to read."""
+
+MISS_REASON_UNSPECIFIED: MissReason.ValueType  # 0
+"""MISS_REASON_UNSPECIFIED is refused."""
+MISS_REASON_NOT_CACHED: MissReason.ValueType  # 1
+"""MISS_REASON_NOT_CACHED: the engine has no tokens from first_token on."""
+MISS_REASON_BUSY: MissReason.ValueType  # 2
+"""MISS_REASON_BUSY: the engine holds as many blocks for readers as it may."""
+MISS_REASON_UNSUPPORTED: MissReason.ValueType  # 3
+"""MISS_REASON_UNSUPPORTED: the engine cannot look up such prompts."""
+MISS_REASON_NO_ANSWER: MissReason.ValueType  # 4
+"""MISS_REASON_NO_ANSWER: the engine did not answer in time. Said by homes only."""
+global___MissReason = MissReason
+
 class _Verdict:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -1216,7 +1248,7 @@ class NotifyRequest(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     session_secret: builtins.bytes
     """session_secret of the sender, 32 bytes; required for notifications of a source (publish, abort, released_ack,
-    resync, checksums, rank_left), whose home this is. Empty otherwise.
+    resync, checksums, rank_left, miss), whose home this is. Empty otherwise.
     """
     @property
     def sender(self) -> global___EngineRef:
@@ -1261,6 +1293,8 @@ class Notification(google.protobuf.message.Message):
     RANK_LEFT_FIELD_NUMBER: builtins.int
     RETIRE_FIELD_NUMBER: builtins.int
     VALIDATE_FIELD_NUMBER: builtins.int
+    ASK_FIELD_NUMBER: builtins.int
+    MISS_FIELD_NUMBER: builtins.int
     @property
     def publish(self) -> global___Publish:
         """publish blocks (source)."""
@@ -1309,6 +1343,14 @@ class Notification(google.protobuf.message.Message):
     def validate(self) -> global___Validate:
         """validate asks whether the bytes of a read without a lease count (reader)."""
 
+    @property
+    def ask(self) -> global___Ask:
+        """ask an engine for what it has cached of a prompt (reader)."""
+
+    @property
+    def miss(self) -> global___Miss:
+        """miss answers a question to which there is nothing to publish (source)."""
+
     def __init__(
         self,
         *,
@@ -1324,10 +1366,12 @@ class Notification(google.protobuf.message.Message):
         rank_left: global___RankLeft | None = ...,
         retire: global___Retire | None = ...,
         validate: global___Validate | None = ...,
+        ask: global___Ask | None = ...,
+        miss: global___Miss | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abort", b"abort", "cancel", b"cancel", "checksums", b"checksums", "decline", b"decline", "kind", b"kind", "publish", b"publish", "rank_left", b"rank_left", "read_done", b"read_done", "released_ack", b"released_ack", "renew", b"renew", "resync", b"resync", "retire", b"retire", "validate", b"validate"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort", b"abort", "cancel", b"cancel", "checksums", b"checksums", "decline", b"decline", "kind", b"kind", "publish", b"publish", "rank_left", b"rank_left", "read_done", b"read_done", "released_ack", b"released_ack", "renew", b"renew", "resync", b"resync", "retire", b"retire", "validate", b"validate"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["publish", "abort", "released_ack", "resync", "renew", "read_done", "cancel", "decline", "checksums", "rank_left", "retire", "validate"] | None: ...
+    def HasField(self, field_name: typing.Literal["abort", b"abort", "ask", b"ask", "cancel", b"cancel", "checksums", b"checksums", "decline", b"decline", "kind", b"kind", "miss", b"miss", "publish", b"publish", "rank_left", b"rank_left", "read_done", b"read_done", "released_ack", b"released_ack", "renew", b"renew", "resync", b"resync", "retire", b"retire", "validate", b"validate"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort", b"abort", "ask", b"ask", "cancel", b"cancel", "checksums", b"checksums", "decline", b"decline", "kind", b"kind", "miss", b"miss", "publish", b"publish", "rank_left", b"rank_left", "read_done", b"read_done", "released_ack", b"released_ack", "renew", b"renew", "resync", b"resync", "retire", b"retire", "validate", b"validate"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["publish", "abort", "released_ack", "resync", "renew", "read_done", "cancel", "decline", "checksums", "rank_left", "retire", "validate", "ask", "miss"] | None: ...
 
 global___Notification = Notification
 
@@ -1791,6 +1835,208 @@ class Decline(google.protobuf.message.Message):
 global___Decline = Decline
 
 @typing.final
+class Ask(google.protobuf.message.Message):
+    """Ask asks an engine for the KV of a prompt's beginning that it has cached, the longest there is. Its home passes the question
+    to its scheduler, which publishes those blocks under the asker's reference, or misses. The asker then reads the publication
+    with that reference, like any that a router made: ReadBlocks waits for the answer, and is PREFIX_MISS if there is none.
+    Whoever may ask is told by the answer whether the engine has computed such a prompt.
+
+    Idempotent by reference: asked again, it is the same question, with the time that it had. Declining the reference withdraws it.
+    The engine has at most 64 questions that it has not answered, of which one asker, or host of askers, gets at most as many as
+    stay free (LIMIT). One that ends without the engine's answer counts for 2 seconds more. Its end is remembered for as long.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REFERENCE_FIELD_NUMBER: builtins.int
+    ENGINE_REFERENCE_FIELD_NUMBER: builtins.int
+    PROMPT_FIELD_NUMBER: builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: builtins.int
+    WAIT_FIELD_NUMBER: builtins.int
+    reference: builtins.str
+    """reference that the asker has made, new for each question, at most 4096 bytes: a Reference that names the engine, with 16
+    random bytes as key, and as router_key the first 32 hexadecimal digits, in lower case, of SHA-256("kvferry question 1" ‖ key).
+    So no asker takes a router_key that others use.
+    """
+    engine_reference: builtins.str
+    """engine_reference of the engine that is asked, at most 4096 bytes: who has it may ask. Empty: the caller's certificate has to
+    have the role of its reader (NOT_ALLOWED). Secret.
+    """
+    first_token: builtins.int
+    """first_token wanted, less than the prompt has: what lies before it, the asker has itself."""
+    @property
+    def prompt(self) -> global___Prompt:
+        """prompt whose KV is wanted. The notification has at most 1 MiB, like its batch."""
+
+    @property
+    def wait(self) -> google.protobuf.duration_pb2.Duration:
+        """wait for the answer at most this long, at most 2 seconds. Zero: 200 ms."""
+
+    def __init__(
+        self,
+        *,
+        reference: builtins.str = ...,
+        engine_reference: builtins.str = ...,
+        prompt: global___Prompt | None = ...,
+        first_token: builtins.int = ...,
+        wait: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["prompt", b"prompt", "wait", b"wait"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["engine_reference", b"engine_reference", "first_token", b"first_token", "prompt", b"prompt", "reference", b"reference", "wait", b"wait"]) -> None: ...
+
+global___Ask = Ask
+
+@typing.final
+class Prompt(google.protobuf.message.Message):
+    """Prompt is what the KV of a request is computed from; see PromptMark, whose digest covers the same."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
+    INPUTS_FIELD_NUMBER: builtins.int
+    adapter: builtins.str
+    """adapter is the name of the LoRA adapter; empty: none. At most 256 bytes."""
+    @property
+    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """token_ids of the prompt, at least one, at most 1 MiB with the rest of the call. Of fixed length, so that nobody decodes them
+        one by one.
+        """
+
+    @property
+    def inputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PromptInput]:
+        """inputs that are not text, at most 256."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        adapter: builtins.str = ...,
+        inputs: collections.abc.Iterable[global___PromptInput] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "inputs", b"inputs", "token_ids", b"token_ids"]) -> None: ...
+
+global___Prompt = Prompt
+
+@typing.final
+class PromptInput(google.protobuf.message.Message):
+    """PromptInput is an image or another input whose placeholder tokens do not show its content."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: builtins.int
+    LENGTH_FIELD_NUMBER: builtins.int
+    IDENTIFIER_FIELD_NUMBER: builtins.int
+    offset: builtins.int
+    """offset is its first token."""
+    length: builtins.int
+    """length in tokens."""
+    identifier: builtins.str
+    """identifier is a hash of the content, or a name that both engines are given, of 1 to 256 bytes."""
+    def __init__(
+        self,
+        *,
+        offset: builtins.int = ...,
+        length: builtins.int = ...,
+        identifier: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["identifier", b"identifier", "length", b"length", "offset", b"offset"]) -> None: ...
+
+global___PromptInput = PromptInput
+
+@typing.final
+class Question(google.protobuf.message.Message):
+    """Question is one Ask, for the scheduler of the engine that is asked. It is answered by a Publish with the router_key and key
+    of its reference, of blocks that begin at or before first_token, with marks; or by Miss. No answer in time is a miss, and a
+    publication that comes later is released at once. One that nobody begins to read is released after 10 s, or after the home's
+    hold if that is shorter.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    REFERENCE_FIELD_NUMBER: builtins.int
+    PROMPT_FIELD_NUMBER: builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: builtins.int
+    ASKER_FIELD_NUMBER: builtins.int
+    REMAINING_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """number of the question, rising per engine and start of the home."""
+    reference: builtins.str
+    """reference to publish under. Secret."""
+    first_token: builtins.int
+    """first_token; see Ask."""
+    @property
+    def prompt(self) -> global___Prompt:
+        """prompt; see Ask."""
+
+    @property
+    def asker(self) -> global___EngineRef:
+        """asker is the engine that asks, as it names itself."""
+
+    @property
+    def remaining(self) -> google.protobuf.duration_pb2.Duration:
+        """remaining time for the answer when this was sent."""
+
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        reference: builtins.str = ...,
+        prompt: global___Prompt | None = ...,
+        first_token: builtins.int = ...,
+        asker: global___EngineRef | None = ...,
+        remaining: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["asker", b"asker", "prompt", b"prompt", "remaining", b"remaining"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["asker", b"asker", "first_token", b"first_token", "number", b"number", "prompt", b"prompt", "reference", b"reference", "remaining", b"remaining"]) -> None: ...
+
+global___Question = Question
+
+@typing.final
+class QuestionEnded(google.protobuf.message.Message):
+    """QuestionEnded says that a question needs no answer any more: it was answered, its time is over, or its asker has withdrawn it.
+    A Watch that was slow is not told of questions that have ended meanwhile, and may miss the end of one that it was told of: a
+    question has ended in any case when its remaining time is over.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """number of the question."""
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["number", b"number"]) -> None: ...
+
+global___QuestionEnded = QuestionEnded
+
+@typing.final
+class Miss(google.protobuf.message.Message):
+    """Miss answers a question with nothing. Idempotent; one about a question that has ended changes nothing."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    QUESTION_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    question: builtins.int
+    """question that is answered: its number."""
+    reason: global___MissReason.ValueType
+    """reason of the miss."""
+    def __init__(
+        self,
+        *,
+        question: builtins.int = ...,
+        reason: global___MissReason.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["question", b"question", "reason", b"reason"]) -> None: ...
+
+global___Miss = Miss
+
+@typing.final
 class ReadChecksumsRequest(google.protobuf.message.Message):
     """ReadChecksumsRequest asks for sums."""
 
@@ -1943,7 +2189,7 @@ class NotificationResult(google.protobuf.message.Message):
 
     @property
     def done(self) -> global___Acknowledged:
-        """done answers abort, released_ack, resync, cancel, decline and checksums."""
+        """done answers abort, released_ack, resync, cancel, decline, checksums, ask and miss."""
 
     @property
     def renewed(self) -> global___Renewed:
@@ -2188,6 +2434,8 @@ class WatchResponse(google.protobuf.message.Message):
     RANK_LOST_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
     LAGGED_FIELD_NUMBER: builtins.int
+    QUESTION_FIELD_NUMBER: builtins.int
+    QUESTION_ENDED_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     home_epoch: builtins.bytes
     """home_epoch of the node server, 16 bytes."""
@@ -2218,6 +2466,14 @@ class WatchResponse(google.protobuf.message.Message):
         """lagged says that events were dropped because the consumer was slow; full state follows."""
 
     @property
+    def question(self) -> global___Question:
+        """question is state: part of every full state of the scheduler's Watch until it has ended."""
+
+    @property
+    def question_ended(self) -> global___QuestionEnded:
+        """question_ended says that a question needs no answer any more."""
+
+    @property
     def version(self) -> global___Version:
         """version of the home. With `opened` only."""
 
@@ -2232,11 +2488,13 @@ class WatchResponse(google.protobuf.message.Message):
         rank_lost: global___RankLost | None = ...,
         draining: global___Draining | None = ...,
         lagged: global___WatchLagged | None = ...,
+        question: global___Question | None = ...,
+        question_ended: global___QuestionEnded | None = ...,
         version: global___Version | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["draining", b"draining", "event", b"event", "lagged", b"lagged", "opened", b"opened", "rank_lost", b"rank_lost", "released", b"released", "synced", b"synced", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["draining", b"draining", "event", b"event", "home_epoch", b"home_epoch", "lagged", b"lagged", "opened", b"opened", "rank_lost", b"rank_lost", "released", b"released", "sequence", b"sequence", "synced", b"synced", "version", b"version"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["opened", "released", "synced", "rank_lost", "draining", "lagged"] | None: ...
+    def HasField(self, field_name: typing.Literal["draining", b"draining", "event", b"event", "lagged", b"lagged", "opened", b"opened", "question", b"question", "question_ended", b"question_ended", "rank_lost", b"rank_lost", "released", b"released", "synced", b"synced", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["draining", b"draining", "event", b"event", "home_epoch", b"home_epoch", "lagged", b"lagged", "opened", b"opened", "question", b"question", "question_ended", b"question_ended", "rank_lost", b"rank_lost", "released", b"released", "sequence", b"sequence", "synced", b"synced", "version", b"version"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["opened", "released", "synced", "rank_lost", "draining", "lagged", "question", "question_ended"] | None: ...
 
 global___WatchResponse = WatchResponse
 

@@ -109,12 +109,12 @@ class MemoryBudget:
     def give(self, engine: EngineRef, size: int) -> None:
         self.take(engine, -size)
 
-    def answer(self, caller: Hashable, host: str, size: int) -> ExitStack:
-        """Hold the bytes of an answer until the context ends: the caller has taken the answer.
+    def hold(self, caller: Hashable, host: str, size: int) -> ExitStack:
+        """Hold the bytes of an answer until the context ends, when the caller has taken it; or of its question.
 
         The bytes count against the caller, not against the engine that the call is about: a caller that takes no
         answers costs that engine and its other readers nothing. Calls from an unknown host (empty) share what one host
-        gets. Raises `LimitReached` if this caller, or its host, has too many answers waiting.
+        gets. Raises `LimitReached` if this caller, or its host, holds too much.
         """
         caller, host = _Caller(caller), host or LOCAL
         if self._by_engine.held(caller) + size > CALLER_FLOOR_BYTES:

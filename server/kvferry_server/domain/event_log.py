@@ -50,8 +50,8 @@ ALARMING = frozenset(
 )
 """Reasons of refusals that an operator should look at."""
 
-ROUTINE = frozenset({"PUBLICATION_TIMEOUT"})
-"""Reasons of refusals that are normal answers: the reader asks again."""
+ROUTINE = frozenset({"PREFIX_MISS", "PUBLICATION_TIMEOUT"})
+"""Reasons of refusals that are normal answers: the reader computes the prompt, or asks again."""
 
 logger = logging.getLogger("kvferry_server.events")
 

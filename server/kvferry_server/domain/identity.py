@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from kvferry._wire.authority import question_name
+
 Names: TypeAlias = frozenset[bytes]  # The names in a verified certificate
 
 NOBODY: Names = frozenset()  # The names of a caller without a certificate
@@ -27,6 +29,11 @@ class RouterKey:
 
     name: str  # The router_key, unique at its engine. Public, like a request_id.
     key: bytes = field(repr=False)  # 16 bytes, secret
+
+    @property
+    def of_question(self) -> bool:
+        """Whether an asker, and no router, made the reference (`kvferry.v1.Ask`)."""
+        return self.name == question_name(self.key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.event_log import EventLog, engine_fields, short
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.publications import Lease, PublicationOutcome, PublicationRecord, PublicationStage
+from kvferry_server.domain.questions import MissReason, Question, QuestionOutcome
 from kvferry_server.domain.reads import LeaseState, RevokeReason, Verdict
 
 LAST_READS = 100  # Ended reads that are kept, even after their records are forgotten
@@ -77,6 +78,11 @@ class Journal:
     )
     waiting: int = gauge(
         "kvferry_router_waits", "Reads that wait for a publication under a router's own reference, without a lease."
+    )
+    questions: Counter[QuestionOutcome] = counter(
+        "kvferry_questions",
+        "Questions for the beginning of a prompt that have ended.",
+        outcome=tuple(QuestionOutcome),
     )
     granted: int = counter("kvferry_leases_granted", "Leases granted, and reads validated without one.")
     ended: Counter[LeaseState] = counter(
@@ -149,6 +155,14 @@ class Journal:
         if self.events.writes(level):
             kind = f"{event} {fields.get('outcome') or fields.get('reason') or ''}"
             self.events.write(level, event, {**_publication_fields(publication), **fields}, kind=kind)
+
+    def question_ended(self, question: Question, outcome: QuestionOutcome, now: float) -> None:
+        """Note that a question has ended."""
+        self.questions[outcome] += 1
+        if self.events.writes(logging.DEBUG):
+            ended = {"question": question.number, "outcome": outcome.name, "reason": _name(question.why)}
+            named = {**engine_fields(question.source), **ended, **_reader_fields(question.asker)}
+            self.events.write(logging.DEBUG, "question_ended", {**named, "lasted_s": now - question.asked_at})
 
     # Leases.
 
@@ -242,5 +256,5 @@ def _reader_fields(reader: EngineRef) -> dict[str, object]:
     return {"reader_id": reader.engine_id, "reader_incarnation": short(reader.incarnation)}
 
 
-def _name(value: PublicationOutcome | RevokeReason | None) -> str | None:
+def _name(value: PublicationOutcome | RevokeReason | MissReason | None) -> str | None:
     return None if value is None else value.name

@@ -41,6 +41,7 @@ class Limits:
 # Leases, and publications, that one pass of the timers ends: 100,000 may be due, and the event loop waits for a pass.
 MAX_ENDED_AT_ONCE = 256
 MAX_PAST_ROUTER_KEYS = 4096  # Router keys of one engine kept after their publications; the oldest are forgotten first
+MAX_QUESTIONS = 64  # Questions to one engine that it has not answered; one that ended so counts for `ENDED_KEPT`
 MAX_SKIPPED = 1024  # Publication numbers below an engine's high-water mark that may still arrive
 MAX_PAYLOAD = 64 * 1024  # Bytes of a publication's payload
 MAX_REGION_CHECKS = 1 << 22  # Planes times regions of one rank: bounds the work on one registration
@@ -52,7 +53,7 @@ MAX_NOTED_READERS = 1024  # Digests of geometries found compatible with an engin
 RANK_PAGE_BYTES = 1 << 20  # Bytes of ranks in one Handshake message; small, so that sending a message takes little time
 MAX_RANK_BYTES = 7 << 19  # Encoded bytes of one rank and its agent: with `MAX_HEADER_BYTES` they fit one message
 MAX_HEADER_BYTES = 1 << 18  # Encoded bytes of an engine without its ranks
-CALLER_FLOOR_BYTES = 64 << 10  # Bytes of unsent answers that every caller gets. Most answers are far smaller.
+CALLER_FLOOR_BYTES = 64 << 10  # Bytes of unsent answers and questions that every caller gets. Most are far smaller.
 
 
 def check_limit(limit: str, count: int, most: int, retry_after: float) -> None:

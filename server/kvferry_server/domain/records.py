@@ -1,6 +1,6 @@
 """The records of a home: its engines' publications and leases, their deadlines, and the one place where each ends.
 Every end of a lease goes through `end_lease`, every end of a publication through `end`, so that R2 and R3 hold in one
-place:
+place, and every end of a question through `end_question`:
 
 - A lease ends by its time, or by its reader's reports or cancel; never because its publication ends.
 - A publication ends once, for the first reason, and is released once: when its last live lease ends.
@@ -28,6 +28,7 @@ from kvferry_server.domain.publications import (
     PublicationRecord,
     PublicationStage,
 )
+from kvferry_server.domain.questions import MissReason, Question, QuestionOutcome
 from kvferry_server.domain.reads import LeaseState, ReadKey, RevokeReason
 from kvferry_server.domain.router_keys import RouterKeys, WaitingRead
 from kvferry_server.domain.times import Times
@@ -67,20 +68,24 @@ class Records:
         self.changes: list[Changed] = []
         self._publication_deadlines: DeadlineQueue[PublicationRecord] = DeadlineQueue()
         self._lease_deadlines: DeadlineQueue[Lease] = DeadlineQueue()
+        self._question_deadlines: DeadlineQueue[Question] = DeadlineQueue()
 
     # Time.
 
     def advance(self) -> float:
-        """End and release what is due: at most `MAX_ENDED_AT_ONCE` leases, and as many publications. The others stay
-        due, and looking one up still gives its present state. Returns the present, in seconds on the home's clock."""
+        """End and release what is due: at most `MAX_ENDED_AT_ONCE` leases, and as many publications and questions. The
+        others stay due, and looking a lease or publication up still gives its present state. Returns the present, in
+        seconds on the home's clock."""
         now = self.clock.now()
         # Leases first: a publication whose last lease ends at its final deadline is then released at once.
         self._lease_deadlines.advance(now, self._on_lease_due, MAX_ENDED_AT_ONCE)
         self._publication_deadlines.advance(now, self._on_publication_due, MAX_ENDED_AT_ONCE)
+        self._question_deadlines.advance(now, self._on_question_due, MAX_ENDED_AT_ONCE)
         return now
 
     def next_deadline(self) -> float:
-        return min(self._lease_deadlines.next_deadline(), self._publication_deadlines.next_deadline())
+        leases, publications = self._lease_deadlines.next_deadline(), self._publication_deadlines.next_deadline()
+        return min(leases, publications, self._question_deadlines.next_deadline())
 
     def take_changes(self) -> list[Changed]:
         changes, self.changes = self.changes, []
@@ -253,6 +258,12 @@ class Records:
         """Note that the calls that wait for a publication, read or feed must look again."""
         self.changes.append(changed)
 
+    def add_question(self, engine: EnginePublications, question: Question) -> None:
+        self._question_deadlines.put(question)
+        if engine.life.scheduler is not None:
+            engine.life.scheduler.ask(question)
+            self.changed(engine.life.scheduler)
+
     def tell(self, life: Engine, event: PublicationRecord | RankLost) -> None:
         """Add an event to the Watch of an engine's scheduler."""
         if life.scheduler is not None:
@@ -282,16 +293,30 @@ class Records:
             publication.last_failure = lease.reason
         if not publication.leases:
             # The publication is held again for a retry elsewhere.
-            publication.hold_until = now + self.times.hold
+            publication.hold_until = now + publication.hold
         self.changed(publication)
         self.end_if_read(publication, now)
         self._settle(publication, now)
+
+    def end_question(self, question: Question, outcome: QuestionOutcome, why: MissReason | None = None) -> None:
+        """End an open question: its source is told, and the reads that wait for the answer look again. The only place
+        where a question ends."""
+        engine = self.engines[question.source]
+        now = self.clock.now()
+        engine.router_keys.questions.end(question, outcome, why, now)
+        self.journal.question_ended(question, outcome, now)
+        if engine.life.scheduler is not None:
+            engine.life.scheduler.end_question(question.number)
+            self.changed(engine.life.scheduler)
+        self.wake_waiting(engine, question.router_key.name)
 
     def end_all(self, engine: EnginePublications, reason: RevokeReason) -> None:
         """End all publications of an engine that is dead or gone. Live leases end at the time they had anyway; their
         readers get the reason."""
         now = self.advance()
         self.wake_waiting(engine)
+        for question in engine.router_keys.questions.open():
+            self.end_question(question, QuestionOutcome.UNANSWERED)
         for publication in list(engine.publications.values()):
             self.abort(publication, reason, now)
             unasked = publication.stage is PublicationStage.AWAITED and not publication.leases
@@ -421,6 +446,12 @@ class Records:
             self.unlist_read(source, (lease.publication.number, lease.number))
             if lease.publication.stage is PublicationStage.FORGOTTEN:
                 self.memory.give(source, lease.size)
+
+    def _on_question_due(self, question: Question, now: float) -> None:
+        if question.open:
+            self.end_question(question, QuestionOutcome.UNANSWERED)
+        else:
+            self.engines[question.source].router_keys.questions.forget(question)
 
     def _on_publication_due(self, publication: PublicationRecord, now: float) -> None:
         if publication.stage is PublicationStage.RELEASED:

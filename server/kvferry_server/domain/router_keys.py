@@ -2,7 +2,7 @@
 (PROTOCOL, Identities: reference).
 
     wait ─► waiting ─┬─(published)───────────────────────────────────► the publication, and a lease on it
-                     └─(declined | time over | engine gone)──────────► a typed error
+                     └─(declined | missed | time over | engine gone)─► a typed error
     publish ─► held ─(released, and acknowledged)─► past, remembered for a while ─► free again
 
 A router's reference has a name, which is public, and a key, which is secret. Before the publication arrives the home
@@ -21,6 +21,7 @@ from kvferry_server.domain.budgets import Budget, MemoryBudget, check_budget
 from kvferry_server.domain.identity import EngineRef, RouterKey
 from kvferry_server.domain.limits import MAX_PAST_ROUTER_KEYS
 from kvferry_server.domain.publications import PublicationOutcome, PublicationRecord, ended
+from kvferry_server.domain.questions import EngineQuestions
 from kvferry_server.domain.reads import LeaseRequest
 
 ROUTER_KEY_BYTES = 1024  # Bytes of a remembered key, or of a read that waits under one; estimated
@@ -70,6 +71,7 @@ class RouterKeys:
     def __init__(self, source: EngineRef, memory: MemoryBudget, waits: Budget, declines: Budget) -> None:
         self.waits = waits
         self.waiting: dict[str, set[WaitingRead]] = {}  # By router_key
+        self.questions = EngineQuestions(source, memory)
         self._source = source
         self._memory = memory
         self._declines = declines
@@ -79,17 +81,17 @@ class RouterKeys:
         self._declined: dict[RouterKey, _Declined] = {}
 
     def concerned(self, wanted: RouterKey) -> bool:
-        """Whether a publication has this key, or had it a short time ago, or a read waits with it."""
+        """Whether a publication has this key, or had it a short time ago, or a read waits with it, or a question."""
         held, past = self._held.get(wanted.name), self._past.get(wanted.name)
         keys = [waiting.router_key.key for waiting in self.who_waits(wanted.name)]
         keys += [held.router_key.key] if held is not None and held.router_key is not None else []
         keys += [past.key] if past is not None else []
-        return any(hmac.compare_digest(key, wanted.key) for key in keys)
+        return bool(self.questions.get(wanted)) or any(hmac.compare_digest(key, wanted.key) for key in keys)
 
     def find(self, wanted: RouterKey, now: float) -> PublicationRecord | None:
         """Return the publication under a key; None: it has not arrived. Raises `WrongKey` if the publication of this
-        name has another key, `PublicationReleased` if it was released and forgotten, or declined before it arrived, and
-        `NotPublished` if its source has given it up."""
+        name has another key, `PublicationReleased` if it was released and forgotten, or declined before it arrived,
+        `NotPublished` if its source has given it up, and `PrefixMiss` if it was asked for and will not arrive."""
         self._drop_old(now)
         publication = self._held.get(wanted.name)
         if publication is not None and publication.router_key is not None:
@@ -104,6 +106,7 @@ class RouterKeys:
         declined = self._declined.get(wanted)
         if declined is not None:
             raise ended(named, engine_id, 0, PublicationOutcome.DECLINED, not_published=declined.not_published)
+        self.questions.check(wanted)
         return None
 
     def check_free(self, name: str, now: float) -> None:
@@ -174,6 +177,7 @@ class RouterKeys:
     def close(self) -> None:
         """Forget everything but the waiting reads: the engine is gone."""
         self._drop_old(math.inf)
+        self.questions.close()
 
     def _check(self, wanted: RouterKey, key: bytes, number: int) -> None:
         if not hmac.compare_digest(wanted.key, key):

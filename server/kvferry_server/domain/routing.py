@@ -1,5 +1,5 @@
-"""Routing: calls of readers and routers with a reference that a router made, until the publication is found. From then
-on its number is used, as with its own reference."""
+"""Routing: calls of readers and routers with a reference that a router or an asker made, until the publication is
+found. From then on its number is used, as with its own reference."""
 
 from __future__ import annotations
 
@@ -8,10 +8,20 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from kvferry.errors import KvferryError, LimitReached, NotPublished, PublicationReleased, ServerDraining, WrongKey
+from kvferry.errors import (
+    EngineIncomplete,
+    KvferryError,
+    LimitReached,
+    NotPublished,
+    PrefixMiss,
+    PublicationReleased,
+    ServerDraining,
+    WrongKey,
+)
 from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.domain.identity import EngineRef, RouterKey
 from kvferry_server.domain.publications import PublicationOutcome, PublicationRecord
+from kvferry_server.domain.questions import Ask, QuestionOutcome
 from kvferry_server.domain.reads import LeaseRequest, RoutedRequest
 from kvferry_server.domain.records import Records
 from kvferry_server.domain.router_keys import ROUTER_KEY_BYTES, WaitingRead
@@ -31,7 +41,7 @@ class Routing:
     def __init__(self, records: Records) -> None:
         self._records = records
         self._times, self._memory = records.times, records.memory
-        self._numbers = itertools.count(1)
+        self._numbers, self._question_numbers = itertools.count(1), itertools.count(1)
 
     def find(self, sources: Sequence[EngineRef], wanted: RouterKey) -> PublicationRecord | None:
         """Return the publication under a router's key; None: the publication has to be waited for. Raises
@@ -89,11 +99,37 @@ class Routing:
             if engine is not None:
                 engine.router_keys.end(waiting)
 
+    def ask(self, source: EngineRef, ask: Ask) -> None:
+        """Ask a source for the beginning of a prompt. Idempotent by router key: a question that is open, or was
+        answered, stays as it is, and one that has ended otherwise for as long as that is remembered.
+
+        Raises:
+            PrefixMiss: the question has ended without a publication; or the engine cannot be asked or read from now.
+            PublicationReleased: it was declined before it came, or its publication was released.
+            HomeRecovering, ServerDraining, LimitReached: repeat the call later.
+            EngineUnknown: the source is gone.
+        """
+        now = self._records.advance()
+        engine = self._records.of_engine(source)
+        questions = engine.router_keys.questions
+        if engine.router_keys.find(ask.router_key, now) or questions.get(ask.router_key):
+            return
+        if self._records.draining:
+            raise ServerDraining("this node server is draining: ask again")
+        engine.check_recovered()
+        try:
+            engine.life.check_readable()
+        except EngineIncomplete as error:
+            raise questions.miss(error.message) from None
+        self._records.add_question(engine, questions.add(ask, next(self._question_numbers), now))
+
     def decline(
         self, sources: Sequence[EngineRef], wanted: RouterKey, holder: Hashable, *, not_published: bool = False
     ) -> None:
         """End a publication that will not be read, as `Lessor.decline` does. If it has not arrived, the reads that wait
         for it end, and the decline is remembered for `max_wait` seconds. Idempotent.
+
+        A question of an asker who declines its reference is withdrawn.
 
         With `not_published`, readers get the reason that the source's client has given the publication up. Raises
         `WrongKey`, and `LimitReached` if this caller has declined too many publications before they arrived.
@@ -105,7 +141,7 @@ class Routing:
             engine = self._records.of_engine(source)
             try:
                 publication = engine.router_keys.find(wanted, now)
-            except (NotPublished, PublicationReleased):
+            except (NotPublished, PublicationReleased, PrefixMiss):
                 continue
             except WrongKey:
                 if len(sources) == 1:
@@ -115,6 +151,10 @@ class Routing:
                 publication.not_published = publication.not_published or (not_published and publication.grantable)
                 outcome = PublicationOutcome.ABORTED if not_published else PublicationOutcome.DECLINED
                 self._records.end(publication, outcome, now)
+                return
+            if question := engine.router_keys.questions.get(wanted):
+                ended = QuestionOutcome.UNANSWERED if not_published else QuestionOutcome.WITHDRAWN
+                self._records.end_question(question, ended)
                 return
             try:
                 until = now + self._times.max_wait

@@ -22,9 +22,11 @@ from kvferry_server.domain.publications import (
     PublicationStage,
     check_follows,
 )
+from kvferry_server.domain.questions import MissReason, QuestionOutcome
 from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.records import Records
 from kvferry_server.domain.steps import PublicationStep, check_step
+from kvferry_server.domain.times import ANSWER_HOLD
 
 
 class Sources:
@@ -107,6 +109,13 @@ class Sources:
             if publication is not None and publication.stage is PublicationStage.RELEASED:
                 self._records.forget(publication)
 
+    def miss(self, source: EngineRef, number: int, why: MissReason) -> None:
+        """Answer a question with nothing. Idempotent; a question that has ended stays as it is."""
+        engine, _ = self._records.begin(source)
+        question = engine.router_keys.questions.numbered(number)
+        if question is not None:
+            self._records.end_question(question, QuestionOutcome.MISSED, why)
+
     # Checksums.
 
     def unreleased(self, source: EngineRef, number: int) -> PublicationRecord:
@@ -187,7 +196,17 @@ class Sources:
         publication.final_at = max(now + self._times.final, waiting)
         publication.request_id, publication.router_key = step.request_id, step.router_key
         self._records.arrive(engine, publication, now)
-        if engine.router_keys.arrived(publication, now):
+        publication.hold = self._times.hold
+        declined = engine.router_keys.arrived(publication, now)
+        if step.router_key is not None and step.router_key.of_question:
+            publication.hold = min(ANSWER_HOLD, publication.hold)
+            question = engine.router_keys.questions.get(step.router_key)
+            if question is not None and question.open:
+                self._records.end_question(question, QuestionOutcome.ANSWERED)
+            else:
+                # Too late. In a snapshot it may be one that is being read, since before this home started.
+                declined = declined or not engine.recovering
+        if declined:
             engine.declined.add(publication)
         if step.router_key is not None:
             self._records.wake_waiting(engine, step.router_key.name)
@@ -197,7 +216,7 @@ class Sources:
     ) -> None:
         publication.add(step)
         publication.expected_reads = max(publication.expected_reads, step.expected_reads)
-        publication.hold_until = now + self._times.hold
+        publication.hold_until = now + publication.hold
         self._records.move(publication, PublicationStage.PUBLISHED if step.last else PublicationStage.PUBLISHING, now)
         self._memory.take(engine.source, step.size)
         self._touch(engine, publication, now)

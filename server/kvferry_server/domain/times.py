@@ -6,6 +6,13 @@ from dataclasses import dataclass, fields
 
 from kvferry.errors import InvalidField
 
+ANSWER_HOLD = 10.0
+"""The longest hold, in seconds, of a publication that answers a question: its asker begins to read at once, or not at
+all."""
+
+ENDED_KEPT = 2.0
+"""Seconds for which the end of a question without a publication is remembered."""
+
 RECOVERING_RETRY_AFTER = 0.25  # Retry delay, in seconds, while a home waits for its engines after a restart
 
 

@@ -4,6 +4,7 @@ Watch that keeps up, resumes or has lagged."""
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -11,7 +12,9 @@ from typing import NamedTuple, TypeAlias
 
 from kvferry.errors import KvferryError
 from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.limits import MAX_QUESTIONS
 from kvferry_server.domain.publications import PublicationRecord
+from kvferry_server.domain.questions import Question
 
 
 class Role(enum.IntEnum):
@@ -43,9 +46,15 @@ class Draining(NamedTuple):
     """The node server takes no new work."""
 
 
-Event: TypeAlias = PublicationRecord | RankLost | Draining
+class QuestionEnded(NamedTuple):
+    """A question needs no answer any more."""
+
+    number: int
+
+
+Event: TypeAlias = PublicationRecord | RankLost | Draining | Question | QuestionEnded
 """A publication means that it is released, so that its source may reuse the blocks. This is state: part of every full
-state until acknowledged."""
+state until acknowledged. A question is state while it is open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +77,10 @@ class Feed:
         self._kept = kept
         self._dropped = 0
         self._events: dict[int, Numbered] = {}  # By number, in order
+        # The events of open questions, by the questions' numbers, and the ends of questions. A full feed may have
+        # dropped them.
+        self._questions: dict[int, int] = {}
+        self._ends: deque[int] = deque()
 
     def push(self, event: Event) -> None:
         """Add an event. A full feed drops its oldest event."""
@@ -76,6 +89,20 @@ class Feed:
             self._dropped = next(iter(self._events))
             del self._events[self._dropped]
         self._events[self.sequence] = Numbered(self.sequence, event)
+
+    def ask(self, question: Question) -> None:
+        """Add a question, until `end_question`."""
+        self.push(question)
+        self._questions[question.number] = self.sequence
+
+    def end_question(self, number: int) -> None:
+        """Remove a question and add its end. Of earlier ends only the last `MAX_QUESTIONS` are kept, so that questions
+        never fill a feed: a process that misses one gives a question up by its deadline."""
+        self._events.pop(self._questions.pop(number, 0), None)
+        if len(self._ends) == MAX_QUESTIONS:
+            self._events.pop(self._ends.popleft(), None)
+        self.push(QuestionEnded(number))
+        self._ends.append(self.sequence)
 
     def acknowledged(self, numbers: Collection[int]) -> None:
         """Remove the release events of these publications: the process has received them."""

@@ -165,7 +165,9 @@ class Home(AbstractContextManager[float]):
         if process.role is Role.RANK:
             return []
         engine = self.engines.find(process.engine)
-        return [*self.records.released(process.engine), *map(engine.rank_lost, sorted(engine.lost_ranks))]
+        questions = self.records.of_engine(process.engine).router_keys.questions
+        lost = map(engine.rank_lost, sorted(engine.lost_ranks))
+        return [*self.records.released(process.engine), *lost, *questions.open()]
 
     def reference(self, publication: PublicationRecord) -> str:
         return format_reference(

@@ -8,7 +8,8 @@ from typing import TypeAlias
 
 from kvferry.errors import ServerDraining, WatchTakenOver
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.watch_feed import Feed, Numbered, Process
+from kvferry_server.domain.questions import Question
+from kvferry_server.domain.watch_feed import Event, Feed, Numbered, Process
 from kvferry_server.home.home import EVENT_BYTES, Home
 
 WatchMessage: TypeAlias = pb.WatchOpened | Numbered | pb.WatchSynced | pb.WatchLagged
@@ -54,7 +55,8 @@ async def watch(
                 for numbered in feed.after(sent):
                     _check_current(feed, number)
                     sent = numbered.sequence
-                    yield numbered
+                    if not _past(numbered.event):
+                        yield numbered
                 _check_current(feed, number)
                 if feed.after(sent):
                     continue
@@ -81,11 +83,17 @@ async def _full_state(home: Home, feed: Feed, number: int) -> AsyncGenerator[Wat
     try:
         for event in events:
             _check_current(feed, number)
-            yield Numbered(0, event)
+            if not _past(event):
+                yield Numbered(0, event)
     finally:
         home.memory.give(process.engine, size)
         feed.full_states -= 1
     yield pb.WatchSynced(need_resync=home.need_resync(process))
+
+
+def _past(event: Event) -> bool:
+    """Whether an event is a question that has ended while earlier ones were sent: its prompt is gone."""
+    return isinstance(event, Question) and not event.open
 
 
 def _check_current(feed: Feed, number: int) -> None:

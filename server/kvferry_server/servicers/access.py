@@ -24,6 +24,8 @@ MAX_KEPT = 4096  # Callers whose grants are kept, per listener
 ENGINE, READER, RELAY = PolicyRole.ENGINE, PolicyRole.READER, PolicyRole.RELAY
 OBSERVER, ADMIN = PolicyRole.OBSERVER, PolicyRole.ADMIN
 
+OF_A_READ = frozenset({"validate", "ask"})  # Notifications about a reference that a reader has no lease on
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -80,7 +82,7 @@ def _notify(request: pb.NotifyRequest) -> Iterator[Need]:
         yield Need((ENGINE, READER, RELAY))
         return
     kinds = {notification.WhichOneof("kind") for notification in request.notifications}
-    for kind in kinds - {"decline", "validate"}:
+    for kind in kinds - OF_A_READ - {"decline"}:
         if kind in OF_A_SOURCE:
             # `rank_left` comes from the node server that relays the rank's Watch.
             yield Need((ENGINE, RELAY) if kind == "rank_left" else (ENGINE,), request.sender.engine_id)
@@ -89,9 +91,10 @@ def _notify(request: pb.NotifyRequest) -> Iterator[Need]:
             yield Need((READER,))
     declines = (n.decline for n in request.notifications if n.HasField("decline"))
     yield from dict.fromkeys(need for decline in declines for need in _decline(decline))
-    # A validate is like a call of ReadBlocks: no lease was acquired before.
-    validates = (n.validate for n in request.notifications if n.HasField("validate"))
-    yield from dict.fromkeys(need for validate in validates for need in _read(validate.reference))
+    # Like a call of ReadBlocks: no lease was acquired before.
+    of_reads = (n for n in request.notifications if n.WhichOneof("kind") in OF_A_READ)
+    references = (n.ask.reference or n.validate.reference for n in of_reads)
+    yield from dict.fromkeys(need for reference in references for need in _read(reference))
     if not kinds:
         yield Need((ENGINE, READER, RELAY))
 

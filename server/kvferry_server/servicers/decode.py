@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from kvferry._prompt import MARK_BYTES
 from kvferry._wire.authority import AGENT_KEY_BYTES, proves_agent
+from kvferry._wire.channel import MAX_NOTIFY_BYTES
 from kvferry._wire.geometry_codec import (
     agent_from_proto,
     agent_to_proto,
@@ -17,7 +18,13 @@ from kvferry._wire.geometry_codec import (
     runs_from_proto,
 )
 from kvferry._wire.publication import blocks_of
-from kvferry._wire.reference import ENGINE_PREFIX, HINT_DIGEST_BYTES, parse_engine_reference, parse_reference
+from kvferry._wire.reference import (
+    ENGINE_PREFIX,
+    HINT_DIGEST_BYTES,
+    engine_ids,
+    parse_engine_reference,
+    parse_reference,
+)
 from kvferry._wire.status import reason_name
 from kvferry._wire.version import Version
 from kvferry.errors import InvalidField
@@ -28,19 +35,34 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine_description import engine_header
 from kvferry_server.domain.identity import EngineRef, Names, RouterKey, RouterReference
 from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES
+from kvferry_server.domain.questions import Ask, MissReason
 from kvferry_server.domain.reads import LeaseRequest, RankOutcome, RankReport, ReadKey, RoutedRequest
 from kvferry_server.domain.registrations import Registration
 from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.domain.watch_feed import Process, Role
-from kvferry_server.servicers.checks import engine_ref, exactly, positive, random_bytes, session_secret, text, within
+from kvferry_server.servicers.checks import (
+    engine_ref,
+    exactly,
+    positive,
+    random_bytes,
+    seconds,
+    session_secret,
+    text,
+    within,
+)
 from kvferry_server.servicers.limits import (
+    DEFAULT_ASK_WAIT,
     MAX_AGENT_NAME,
+    MAX_ASK_WAIT,
     MAX_GROUPS,
     MAX_IDENTITY,
+    MAX_INPUTS,
     MAX_LAYERS,
     MAX_MARKS,
     MAX_METADATA,
+    MAX_PLACE,
     MAX_RUNS,
+    MAX_TEXT,
 )
 
 
@@ -130,18 +152,62 @@ def handshake_reference(request: pb.HandshakeRequest) -> Named | None:
     and `InvalidField` if it is to another engine, or a router made it, so that it names no incarnation."""
     if not request.reference:
         return None
-    if request.reference.startswith(ENGINE_PREFIX):
-        parsed = parse_engine_reference(request.reference)
-        named = pb.EngineRef(engine_id=parsed.engine_id, incarnation=parsed.incarnation)
-        found: Named | RouterReference = Named(engine_ref("reference", named), 0, parsed.key)
-    else:
-        found = reference(request.reference)
+    whole_engine = request.reference.startswith(ENGINE_PREFIX)
+    found = engine_reference("reference", request.reference) if whole_engine else reference(request.reference)
     if isinstance(found, RouterReference):
         raise InvalidField("reference", "one that a router made", "that of the publication, as in `Accepted.reference`")
     if found.source.engine_id != request.engine_id:
         expected = f"a reference to engine {request.engine_id!r}"
         raise InvalidField("reference", f"a reference to engine {found.source.engine_id!r}", expected)
     return found
+
+
+def engine_reference(field: str, given: str) -> Named:
+    """Decode an engine's own reference; raises as `reference`."""
+    parsed = parse_engine_reference(given)
+    named = pb.EngineRef(engine_id=parsed.engine_id, incarnation=parsed.incarnation)
+    return Named(engine_ref(field, named), 0, parsed.key)
+
+
+def ask(message: pb.Ask, asker: EngineRef, host: str) -> tuple[Named, Ask]:
+    """Decode a question and the engine that is asked: without an engine reference by its name alone, with an empty
+    incarnation and an empty key. Raises `InvalidField` or `BadReference` if a field is malformed."""
+    named, prompt = reference(message.reference), message.prompt
+    if not isinstance(named, RouterReference) or not named.router_key.of_question:
+        expected = "one that its asker made, whose router_key is derived from its key"
+        raise InvalidField("ask.reference", "another reference", expected)
+    names = engine_ids(named.engine_id, named.data_parallel_rank)
+    engine = Named(EngineRef(names[0], b""), 0, b"")
+    if message.engine_reference:
+        engine = engine_reference("ask.engine_reference", message.engine_reference)
+        if engine.source.engine_id not in names:
+            asked, expected = engine.source.engine_id, f"of engine {names[0]!r}, as in ask.reference"
+            raise InvalidField("ask.engine_reference", f"of engine {asked!r}", expected)
+    tokens = within("ask.prompt.token_ids", len(prompt.token_ids), MAX_NOTIFY_BYTES, least=1, unit="tokens")
+    within("ask.prompt.adapter", len(prompt.adapter.encode()), MAX_TEXT, unit="bytes")
+    within("ask.prompt.inputs", len(prompt.inputs), MAX_INPUTS, unit="inputs")
+    for given in prompt.inputs:
+        within("ask.prompt.inputs.offset", given.offset, MAX_PLACE)
+        within("ask.prompt.inputs.length", given.length, MAX_PLACE)
+        within("ask.prompt.inputs.identifier", len(given.identifier.encode()), MAX_TEXT, least=1, unit="bytes")
+    within("ask.first_token", message.first_token, tokens - 1)
+    wait = seconds("ask.wait", message.wait) or DEFAULT_ASK_WAIT
+    if wait > MAX_ASK_WAIT:
+        raise InvalidField("ask.wait", f"{wait} s", f"at most {MAX_ASK_WAIT:g} s")
+    prompt.DiscardUnknownFields()
+    encoded = prompt.SerializeToString()
+    return engine, Ask(named.router_key, message.reference, encoded, message.first_token, wait, asker, host)
+
+
+_MISSES = {reason.value: reason for reason in MissReason if reason is not MissReason.NO_ANSWER}
+
+
+def miss_reason(message: pb.Miss) -> MissReason:
+    """Decode a source's reason; raises `InvalidField`."""
+    reason = _MISSES.get(message.reason)
+    if reason is None:
+        raise InvalidField("miss.reason", message.reason, "a value of MissReason that sources say")
+    return reason
 
 
 def process(request: pb.WatchRequest) -> Process:

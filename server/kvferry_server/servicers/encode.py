@@ -11,10 +11,11 @@ from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NAMED_RANKS
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
+from kvferry_server.domain.questions import Question
 from kvferry_server.domain.reads import LeaseState, RankReport, RevokeReason
 from kvferry_server.domain.router_keys import WaitingRead
 from kvferry_server.domain.times import Times
-from kvferry_server.domain.watch_feed import RankLost
+from kvferry_server.domain.watch_feed import QuestionEnded, RankLost
 from kvferry_server.home.blocks import ReadAnswer
 from kvferry_server.home.watch import WatchMessage
 from kvferry_server.servicers.limits import MAX_RELEASED_READS, READ_BYTES, READ_STEPS
@@ -58,8 +59,8 @@ def read_answer(epoch: bytes, read: ReadAnswer, now: float) -> bytes:
     return b"".join((answer.SerializeToString(), *steps))
 
 
-def watch_message(epoch: bytes, message: WatchMessage, values: Times, advertise: str) -> pb.WatchResponse:
-    """Encode a message to a process of an engine."""
+def watch_message(epoch: bytes, message: WatchMessage, values: Times, advertise: str, now: float) -> pb.WatchResponse:
+    """Encode a message to a process of an engine. `now`: when it is sent, on the home's clock."""
     response = pb.WatchResponse(home_epoch=epoch)
     if isinstance(message, pb.WatchOpened):
         response.opened.MergeFrom(pb.WatchOpened(resumed=message.resumed, advertise=advertise, times=times(values)))
@@ -74,6 +75,10 @@ def watch_message(epoch: bytes, message: WatchMessage, values: Times, advertise:
             response.released.CopyFrom(_released(event))
         elif isinstance(event, RankLost):
             response.rank_lost.CopyFrom(pb.RankLost(rank=event.rank, node=event.node, node_lost=event.node_lost))
+        elif isinstance(event, Question):
+            response.question.MergeFrom(_question(event, now))
+        elif isinstance(event, QuestionEnded):
+            response.question_ended.CopyFrom(pb.QuestionEnded(number=event.number))
         else:
             response.draining.CopyFrom(pb.Draining())
     return response
@@ -170,6 +175,19 @@ def _accepted(lease: Lease, reference: str, now: float) -> pb.Accepted:
         request_id=publication.request_id,
         lease_number=lease.number,
         reference=reference,
+    )
+
+
+def _question(question: Question, now: float) -> pb.Question:
+    asked = question.asked
+    assert asked is not None  # The question is open.
+    return pb.Question(
+        number=question.number,
+        reference=asked.reference,
+        first_token=asked.first_token,
+        asker=engine_ref(question.asker),
+        remaining=to_duration(max(0.0, question.deadline - now)),
+        prompt=pb.Prompt.FromString(asked.prompt),
     )
 
 

@@ -102,7 +102,7 @@ class KVTransfer(KVTransferServicer):
         if pages is None:
             pages = await self._worker.run(host, size, answer)
         for page in pages:
-            with home.memory.answer(host or reader, host, len(page)):
+            with home.memory.hold(host or reader, host, len(page)):
                 yield page
 
     async def ReadBlocks(  # type: ignore[override]  # It returns an encoded message.
@@ -119,7 +119,7 @@ class KVTransfer(KVTransferServicer):
         found = await read_blocks(home, lease_request, wait, lease_id, request.next_step)
         answer = encode.read_answer(home.epoch, found, home.clock.now())
         # Counted against the host of this call, not that of the lease's first call.
-        on_end(context, home.memory.answer(host or found.lease.request.read.reader, host, len(answer)).close)
+        on_end(context, home.memory.hold(host or found.lease.request.read.reader, host, len(answer)).close)
         return answer
 
     async def Notify(self, request: pb.NotifyRequest, context: Context) -> pb.NotifyResponse:
@@ -146,7 +146,7 @@ class KVTransfer(KVTransferServicer):
         )
         async with aclosing(stream) as messages:
             async for message in messages:
-                yield encode.watch_message(home.epoch, message, home.times, home.advertise)
+                yield encode.watch_message(home.epoch, message, home.times, home.advertise, home.clock.now())
 
     def _caller(self, context: Context) -> Caller:
         return Caller(remote_host(context), self._names_of(context))

@@ -15,6 +15,11 @@ MAX_GROUPS = 256  # Groups of one step of a publication
 # Of one step of a publication: runs of block ids, unfinished blocks, and their complete layers.
 MAX_RUNS, MAX_UNFINISHED, MAX_LAYERS = blocks.MAX_RUNS, blocks.MAX_UNFINISHED, blocks.MAX_LAYERS
 MAX_MARKS = _prompt.MAX_MARKS  # Marks of a publication's prompt, in all its steps
+MAX_PLACE = 2**63 - 1  # Of an input in a prompt, in tokens
+MAX_INPUTS = 256  # Inputs of a question's prompt
+# Seconds that an asker waits for an answer.
+MAX_ASK_WAIT = 2.0
+DEFAULT_ASK_WAIT = 0.2
 MAX_SECONDS = 1e9  # Seconds of a duration in a request
 MAX_NOTIFICATIONS = 1024  # Notifications in one Notify
 MAX_SNAPSHOT_NAME = 64  # Bytes of a snapshot's name

@@ -9,7 +9,7 @@ from kvferry._clock import to_duration
 from kvferry._wire.reference import engine_ids, parse_reference
 from kvferry._wire.status import NOTIFICATION_ERROR_BYTES, to_notification_error
 from kvferry._wire.version import OURS_ENCODED
-from kvferry.errors import EngineUnknown, HomeRecovering, InvalidField, KvferryError
+from kvferry.errors import EngineUnknown, HomeRecovering, InvalidField, KvferryError, NotAllowed
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef, RouterReference
 from kvferry_server.domain.reads import ReportAnswer
@@ -22,7 +22,7 @@ from kvferry_server.servicers.relay import Caller, Relays
 
 DECLINE_TIMEOUT = 5.0  # Seconds for declines that are sent on to their home
 
-OF_A_SOURCE = frozenset({"publish", "abort", "released_ack", "resync", "checksums", "rank_left", "retire"})
+OF_A_SOURCE = frozenset({"publish", "abort", "released_ack", "resync", "checksums", "rank_left", "retire", "miss"})
 """Kinds in an engine's name, which need its session secret."""
 
 
@@ -54,7 +54,7 @@ async def notify(
         with home.turn():
             home.engines.check_session(sender, request.session_secret)
 
-    short = len(kinds) == 1 or all(kind == "renew" for kind in kinds)
+    short = (len(kinds) == 1 and kinds[0] != "ask") or all(kind == "renew" for kind in kinds)
     time_slice = TimeSlice(home.time_slices, caller.host, short=short, recheck=check)
     await time_slice.begin()
     results = list[pb.NotificationResult]()
@@ -133,6 +133,8 @@ def _from_source(home: Home, sender: EngineRef, kind: str, notification: pb.Noti
             home.sources.acknowledge(sender, frozenset(numbers))
         elif kind == "rank_left":
             home.engines.rank_left(sender, notification.rank_left.rank)
+        elif kind == "miss":
+            home.sources.miss(sender, notification.miss.question, decode.miss_reason(notification.miss))
         elif kind == "retire":
             home.engines.retire(sender)
         else:
@@ -176,9 +178,30 @@ def _from_reader(
         with home.turn():
             home.engines.find_live(source.engine_id, source.incarnation)
             return _read_ended(home.lessor.validate(request, digest, reports))
+    if kind == "ask":
+        return _ask(home, sender, caller, notification.ask)
     lease_id = checks.random_bytes("cancel.lease_id", notification.cancel.lease_id)
     with home.turn():
         home.lessor.cancel(lease_id, sender, names)
+    return _done()
+
+
+def _ask(home: Home, sender: EngineRef, caller: Caller, message: pb.Ask) -> pb.NotificationResult:
+    engine, ask = decode.ask(message, sender, caller.host)
+    if not engine.key and not caller.names:
+        # Whoever may ask learns what an engine has computed, so the name of an engine alone is not enough.
+        raise NotAllowed(
+            "a caller without a certificate has to name the engine by its engine_reference",
+            identity="",
+            role="reader",
+            engine_id=engine.source.engine_id,
+            method="Notify.ask",
+        )
+    with home.turn():
+        source = home.engines.find_live(engine.source.engine_id, engine.source.incarnation).ref
+        if engine.key:
+            home.lessor.check_reference(source, 0, engine.key)
+        home.routing.ask(source, ask)
     return _done()
 
 

@@ -46,6 +46,7 @@ def setup_of(
         drains=False,
         depth=1,
         names_inputs=True,
+        hash_algorithm="sha256",
     )
 
 

@@ -88,6 +88,9 @@ def test_counts_of_several_engines_and_intervals_add_up() -> None:
     assert {name: total.data.get(name, 0) for name in counters} == {
         "published": 0,
         "unread": 0,
+        "prefixes_published": 0,
+        "prefixes_asked": 0,
+        "prefixes_missed": 0,
         "read": 3,
         "bytes": 3 << 20,
         "failed": 2,

@@ -138,15 +138,15 @@ def test_untaken_answers_count_against_their_reader_and_not_the_engine_asked() -
     memory.take(P, 1 << 16)
     with ExitStack() as stack:
         # The reader uses the engine_id of its victim.
-        assert flood(lambda _: stack.enter_context(memory.answer(P, "", 4096))) < 150
+        assert flood(lambda _: stack.enter_context(memory.hold(P, "", 4096))) < 150
         assert memory.held(P) == 1 << 16
         memory.check(P, 1 << 17)
         for number in range(100):
             # Callers that cannot be told apart share one budget, but for a floor.
-            stack.enter_context(memory.answer(f"reader {number}", "", 1000))
-        assert refused(lambda: stack.enter_context(memory.answer("many", "", 1 << 19))) == "memory"
+            stack.enter_context(memory.hold(f"reader {number}", "", 1000))
+        assert refused(lambda: stack.enter_context(memory.hold("many", "", 1 << 19))) == "memory"
     assert memory.used == 1 << 16
-    with memory.answer("many", "", 1 << 18):
+    with memory.hold("many", "", 1 << 18):
         pass
 
 
@@ -177,7 +177,7 @@ def test_readers_of_one_host_share_the_answers_of_one_reader() -> None:
     with ExitStack() as stack:
 
         def ask_one(number: int, peer: str = "192.0.2.1") -> None:
-            stack.enter_context(memory.answer(f"{peer} {number}", peer, size))
+            stack.enter_context(memory.hold(f"{peer} {number}", peer, size))
 
         assert flood(ask_one) == 4
         ask_one(1, "192.0.2.2")

@@ -66,6 +66,7 @@ FLOODS: dict[str, tuple[str, bytes]] = {
     "kinds of one notification": (f"{KV}Notify", field(3, (field(1, EMPTY) + field(2, EMPTY)) * 250_000)),
     "groups published": (f"{KV}Notify", field(3, field(1, field(4, EMPTY) * 500_000))),
     "marks published": (f"{KV}Notify", field(3, field(1, field(12, EMPTY) * 500_000))),
+    "inputs of a prompt": (f"{KV}Notify", field(3, field(13, field(3, field(3, EMPTY) * 500_000)))),
     "queries": (f"{KV}ReadChecksums", repeated(3)),
     "places": (f"{KV}ReadChecksums", field(3, field(5, b"\1" * SIZE))),
     "names of planes": (f"{KV}ReadChecksums", field(3, field(2, b"x") * (SIZE // 3))),

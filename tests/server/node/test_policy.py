@@ -14,8 +14,13 @@ import pytest
 from google.protobuf import descriptor_pool
 
 from kvferry._wire.channel import TlsConfig, connect
-from kvferry._wire.reference import format_reference, router_reference
-from kvferry._wire.status import from_rpc_error
+from kvferry._wire.reference import (
+    format_engine_reference,
+    format_reference,
+    question_reference,
+    router_reference,
+)
+from kvferry._wire.status import from_notification_error, from_rpc_error
 from kvferry.errors import BadReference, InvalidField, KvferryError, NotAllowed, Unreachable
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -50,10 +55,10 @@ CERTIFICATES = {
     "without names": "",
 }
 
-ENGINE_CALLS = {"open", "open as if relayed", "register", "publish", "rank left", "decline", "relayed decline"}
+ENGINE_CALLS = {"open", "open as if relayed", "register", "publish", "miss", "rank left", "decline", "relayed decline"}
 RELAY_CALLS = {"relayed open", "relayed registration", "relayed decline", "rank left"}
 LEASE_CALLS = {"renew", "checksums"}
-READER_CALLS = {"handshake", "read", "decline", "relayed decline"} | LEASE_CALLS
+READER_CALLS = {"handshake", "read", "ask", "decline", "relayed decline"} | LEASE_CALLS
 OBSERVER_CALLS = {"list", "plan"}
 NOTHING = {"nothing"}
 MAY: Mapping[str, Mapping[str, set[str]]] = {
@@ -85,6 +90,10 @@ def calls(channel: grpc.Channel, engine_id: str) -> dict[str, Callable[[], objec
         )
     )
     read = pb.ReadBlocksRequest(reference=reference, reader=reader, read_id=b"r" * 16, parties=1)
+    question = question_reference("h:1", engine_id)
+    whole = format_engine_reference(
+        pb.EngineReference(home="h:1", engine_id=engine_id, incarnation=b"i" * 16, key=b"k" * 16)
+    )
 
     def notify(**kind: Any) -> Callable[[], object]:
         request = pb.NotifyRequest(sender=engine, session_secret=b"s" * 32, notifications=[pb.Notification(**kind)])
@@ -106,6 +115,7 @@ def calls(channel: grpc.Channel, engine_id: str) -> dict[str, Callable[[], objec
         "open": watch(),
         "register": register(),
         "publish": notify(publish=pb.Publish(publication=1)),
+        "miss": notify(miss=pb.Miss(question=1, reason=pb.MISS_REASON_BUSY)),
         "rank left": notify(rank_left=pb.RankLeft()),
         "relayed open": watch(pb.WATCH_ROLE_RANK, relayed_by="h:1"),
         "open as if relayed": watch(relayed_by="h:1"),
@@ -113,6 +123,7 @@ def calls(channel: grpc.Channel, engine_id: str) -> dict[str, Callable[[], objec
         "handshake": handshake(reference=reference),
         "geometry": handshake(),
         "read": lambda: kv.ReadBlocks(read, timeout=TIMEOUT),
+        "ask": notify(ask=pb.Ask(reference=question, engine_reference=whole, prompt=pb.Prompt(token_ids=[1]))),
         "decline": notify(decline=pb.Decline(reference=reference)),
         "relayed decline": notify(decline=pb.Decline(reference=reference, relayed_by="h:1")),
         "renew": notify(renew=pb.Renew(lease_id=b"l" * 16)),
@@ -212,12 +223,31 @@ def test_router_reference_needs_the_role_for_every_possible_engine(
     assert asked("prefill", "prefill-1", 0) is not None
 
 
+def test_engine_is_asked_by_its_name_only_with_a_certificate(node: Kvferryd, channels: dict[str, grpc.Channel]) -> None:
+    reader = pb.EngineRef(engine_id="some-reader", incarnation=b"i" * 16)
+
+    def answer(channel: grpc.Channel, name: str) -> str:
+        ask = pb.Ask(reference=question_reference("h:1", name), prompt=pb.Prompt(token_ids=[1]))
+        request = pb.NotifyRequest(sender=reader, notifications=[pb.Notification(ask=ask)])
+        (result,) = KVTransferStub(channel).Notify(request, timeout=TIMEOUT).results
+        return type(from_notification_error(result.error)).__name__ if result.HasField("error") else "done"
+
+    with connect(node.address) as local:
+        party = Party(local, "prefill-asked")
+        party.live()
+        try:
+            assert answer(channels["decode"], party.name) == "done"
+            assert answer(local, party.name) == "NotAllowed"
+        finally:
+            party.close()
+
+
 def test_refusal_does_not_reveal_which_engines_exist(node: Kvferryd, channels: dict[str, grpc.Channel]) -> None:
     with connect(node.address) as local:
         party = Party(local, "prefill-lives")
         party.live()
         try:
-            for name in ("open", "register", "handshake", "geometry", "read", "publish", "decline", "plan"):
+            for name in ("open", "register", "handshake", "geometry", "read", "ask", "publish", "decline", "plan"):
                 lives, absent = (
                     refusal(calls(channels["of no rule"], engine_id)[name]) for engine_id in (party.name, "x")
                 )

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry.errors import InternalError
+from kvferry.integrations.vllm.cached import PrefixCache
 from kvferry.integrations.vllm.checked_planes import checked_planes
 from kvferry.integrations.vllm.registration import register
 from kvferry.integrations.vllm.scheduler import ConnectorScheduler
@@ -20,6 +21,7 @@ from kvferry.integrations.vllm.shards import RankPlace
 from kvferry.integrations.vllm.stats import KvferryPromMetrics, KvferryStats
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
 from kvferry.integrations.vllm.versions import HIT_SOURCE
+from kvferry.integrations.vllm.waking import waker
 from kvferry.integrations.vllm.worker import ConnectorWorker
 
 
@@ -63,10 +65,14 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Take vLLM's block pool, to hold blocks that are published while their request is still computed. In versions
-        of vLLM that do not call this, requests are published when they have finished."""
+        """Take vLLM's prefix cache and block pool, to hold blocks that are published while their request is still
+        computed. In versions of vLLM that do not call this, requests are published when they have finished, and no
+        prefixes are asked for or answered."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._in_scheduler.bind(kv_cache_manager.block_pool, kv_cache_manager.get_block_ids)
+        scheduler = self._in_scheduler
+        scheduler.bind(kv_cache_manager.block_pool, kv_cache_manager.get_block_ids)
+        # vLLM calls this while it makes the engine.
+        scheduler.bind_cache(PrefixCache(self._setup, kv_cache_manager), waker())
 
     def on_new_request(self, request: Any) -> None:
         """Start to acquire the blocks of a request that has arrived."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvferry import Prompt
 from kvferry.errors import KvferryError
@@ -13,7 +14,7 @@ class Load:
     """A request that decode wants to read.
 
     Attributes:
-        reference: reference of the publication to read.
+        reference: reference of the publication to read; of a prefix, the engine that is asked and the prompt.
         until: end of the time to read, on the scheduler's clock.
         traceparent: of the request's trace; empty: none.
         prompt: set when the request is to be read and does not follow another.
@@ -26,6 +27,8 @@ class Load:
         aborted: vLLM has aborted the request.
         failed: the read has failed, and the failure is on its way to vLLM.
         error: of a refused or a failed read. Both are reported to vLLM alike, after vLLM has allocated blocks.
+        prefix: vLLM's request, of which only a prefix is wanted: what cannot be read is computed, whatever vLLM does
+            with failed reads. None: the request reads a publication that its router names.
     """
 
     reference: str = field(repr=False)
@@ -40,6 +43,7 @@ class Load:
     aborted: bool = False
     failed: bool = False
     error: KvferryError | None = None
+    prefix: Any = None
 
 
 class Loads:

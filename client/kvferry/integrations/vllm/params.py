@@ -17,6 +17,10 @@ PUBLISH_AS = "kvferry_publish_as"
 TRACEPARENT = "kvferry_traceparent"
 """The field of the W3C traceparent: for prefill that of its router, for decode that of prefill's span."""
 
+PREFIX_SOURCE = "kvferry_prefix_source"
+"""The field of the engine reference of an engine that may have the prompt's beginning in its cache. A request that has
+this field, be it empty, is answered with the engine reference of the engine that has computed it."""
+
 _SHORT = re.compile(r"[!-~]{55,455}")
 """Upper bound of a traceparent: 55 characters, later versions more. The SDK ignores malformed ones."""
 
@@ -44,6 +48,17 @@ def publish_reference(request: Any) -> str:
     params = _params(request)
     reference = params.get(PUBLISH_AS) or (None if params.get("do_remote_prefill") else params.get(REFERENCE))
     return reference if isinstance(reference, str) and is_routers(reference) else ""
+
+
+def prefix_source(request: Any) -> str:
+    """Return the reference of the engine that a request names as the source of its prefix; empty: none."""
+    source = _params(request).get(PREFIX_SOURCE)
+    return source if isinstance(source, str) else ""
+
+
+def asks_for_source(request: Any) -> bool:
+    """Whether the answer to a request names this engine as a source of prefixes."""
+    return PREFIX_SOURCE in _params(request)
 
 
 def is_routers(reference: str) -> bool:

@@ -13,9 +13,18 @@ from vllm.v1.request import RequestStatus
 from kvferry import Prompt
 from kvferry.engine import Grant, ReadEnd, SchedulerPort
 from kvferry.errors import KvferryError, PromptMismatch
+from kvferry.integrations.vllm.answers import Answers
+from kvferry.integrations.vllm.cached import PrefixCache
 from kvferry.integrations.vllm.idle_steps import IdleSteps, Rest
 from kvferry.integrations.vllm.loads import Load, Loads
-from kvferry.integrations.vllm.params import is_routers, read_reference, traceparent_of
+from kvferry.integrations.vllm.params import (
+    PREFIX_SOURCE,
+    asks_for_source,
+    is_routers,
+    read_reference,
+    traceparent_of,
+)
+from kvferry.integrations.vllm.prefixes import Prefixes
 from kvferry.integrations.vllm.remembered import Remembered
 from kvferry.integrations.vllm.sending import BlockIds, Sending
 from kvferry.integrations.vllm.setup import Setup
@@ -58,6 +67,8 @@ class ConnectorScheduler:
         )
         self._stats = KvferryStats()
         self._sending = Sending(setup, self._port, lambda name: self._stats.count(name))
+        self._answers = Answers(setup, self._port, lambda name: self._stats.count(name))
+        self._prefixes = Prefixes(setup, self._port, lambda name: self._stats.count(name))
         self._idle = IdleSteps(self._port, setup.depth)
         self._rest = Rest(drains=setup.drains, now=now)
         self._sent: set[str] = set()
@@ -79,6 +90,13 @@ class ConnectorScheduler:
         """Take vLLM's block pool, and the function that returns a request's blocks by group."""
         self._sending.bind(pool, block_ids)
 
+    def bind_cache(self, cache: PrefixCache, wake: Callable[[], None] | None) -> None:
+        """Take vLLM's prefix cache, and the function that wakes the engine for a question; None: there is none."""
+        self._prefixes.bind(cache)
+        self._answers.bind(cache)
+        if self._answers.possible and wake is not None:
+            self._port.on_question(wake)
+
     # The requests of decode.
 
     def on_new_request(self, request: Any) -> None:
@@ -88,8 +106,12 @@ class ConnectorScheduler:
         self._take_released()
         self._rest.did_something()
         self._sending.expect(request)
+        self._answers.see(request)
         reference = read_reference(request)
-        if not reference or reference in self._had:
+        if not reference:
+            self._ask(request)
+            return
+        if reference in self._had:
             # The publication was read for another sample, which has ended: vLLM has the blocks, or computes them.
             return
         if getattr(request, "abort_immediately", False):
@@ -136,8 +158,8 @@ class ConnectorScheduler:
         if load.follows:
             if self._loads.is_led(load.reference):
                 return None
-            if load.found:
-                # vLLM has counted these blocks as computed; less than a block is left.
+            if load.found or load.prefix is not None:
+                # vLLM has counted these blocks as computed; less than a block is left, but of a prefix.
                 self._loads.pop(request_id)
                 return 0, False
             load.follows = False
@@ -150,6 +172,8 @@ class ConnectorScheduler:
             try:
                 offer = self._port.granted(request_id)
             except KvferryError as error:
+                if load.prefix is not None:
+                    return self._missed(request_id, error)
                 self._refuse(request_id, error)
                 return self._matched(request, load, computed)
             if offer is None:
@@ -214,7 +238,10 @@ class ConnectorScheduler:
             self._port.cancel(request_id)
         elif load is not None:
             self._decline(request_id)
-        return self._sending.finish(request, block_ids)
+        keeps, params = self._sending.finish(request, block_ids)
+        if asks_for_source(request) and self._answers.possible:
+            params = {**(params or {}), PREFIX_SOURCE: self._port.engine_reference}
+        return keeps, params
 
     # In each step.
 
@@ -226,20 +253,23 @@ class ConnectorScheduler:
             self._rest.did_something()
         self._take_news()
         self._ask_next()
-        reads, publishes, ready = bool(self._loads), self._sending.waiting, bool(self._starts or self._ends)
-        holds = self._sending.holding and self._rest.denied
+        step = self._sending.begin(scheduled)
+        if self._answers.begin(step):
+            self._rest.did_something()
+        reads, publishes, ready = bool(self._loads), self._publishes, bool(self._starts or self._ends)
+        holds = self._holds and self._rest.denied
         waits = self._idle.begin(idle=idle, reads=reads, publishes=publishes, ready=ready, holds=holds)
         metadata = StepMetadata(
-            self._sending.begin(scheduled),
+            step,
             warms=self._sources.take(),
             starts=self._starts,
             # The steps of the grants that were attached until now.
             grant_steps=self._port.grant_steps(),
             cancels=self._port.cancels(),
-            sums=self._sending.take_sums(),
+            sums=[*self._sending.take_sums(), *self._answers.take_sums()],
             sent=self._sent,
             waits=waits,
-            asks=self._sending.waiting,
+            asks=self._publishes,
         )
         self._starts, self._sent = [], set()
         if not self._all_registered():
@@ -273,9 +303,13 @@ class ConnectorScheduler:
         for request_id in received:
             load = self._loads.get(request_id)
             if load is not None and load.failed:
-                # vLLM has not failed the request, so vLLM computes it, or it was aborted: the publication is not
-                # needed.
-                self._give_back(self._loads.pop(request_id))
+                self._loads.pop(request_id)
+                if load.prefix is not None:
+                    self._prefixes.compute(load.prefix)
+                else:
+                    # vLLM has not failed the request, so vLLM computes it, or it was aborted: the publication is not
+                    # needed.
+                    self._give_back(load)
 
     def collect(self, news: WorkerNews | None, lost: Iterable[int] = ()) -> None:
         """Take the news of the workers, if any, and the blocks that some connector has reported lost. Raises
@@ -283,6 +317,7 @@ class ConnectorScheduler:
         # First, because blocks that were computed from lost ones must not be published.
         if lost:
             self._sending.lost(lost)
+            self._answers.lost(lost)
         if news is None:
             return
         self._registered |= news.registered
@@ -291,16 +326,22 @@ class ConnectorScheduler:
         for output in news.outputs:
             self._port.collect(output)
         self._sending.computed(news.done())
+        self._answers.computed(self._sending.ended)
 
     def has_work(self) -> bool:
         """Return whether vLLM must run steps even without a request: workers are being registered, or must report the
         progress of their devices, or readers are likely to end soon, see `Rest`."""
-        if not self._all_registered() or self._sending.waiting or self._sending.unsummed:
+        if not self._all_registered() or self._publishes or self._sending.unsummed:
             return True
-        if self._sending.holding:
+        if self._holds:
             # While vLLM rests, only this call takes releases, and vLLM makes this call before it pauses.
             self._take_released()
-        return not self._rest.may_rest(holding=self._sending.holding)
+        # This call alone takes questions, too.
+        if self._answers.work():
+            self._rest.did_something()
+        if self._publishes or self._answers.unsummed:
+            return True
+        return not self._rest.may_rest(holding=self._holds)
 
     def take_stats(self) -> KvferryStats | None:
         """Return the counts since the last call; None: there are none."""
@@ -318,8 +359,17 @@ class ConnectorScheduler:
     def _take_released(self) -> bool:
         """Free the blocks of released publications, or add their requests to `_sent`; return whether there were any."""
         releases = self._port.released()
-        self._sent |= self._sending.released(releases)
+        self._sent |= self._sending.released(self._answers.released(releases))
         return bool(releases)
+
+    @property
+    def _publishes(self) -> bool:
+        """Whether blocks wait to be published."""
+        return self._sending.waiting or self._answers.waiting
+
+    @property
+    def _holds(self) -> bool:
+        return self._sending.holding or self._answers.holding
 
     def _all_registered(self) -> bool:
         return len(self._registered) == self._setup.spec.num_ranks
@@ -337,6 +387,25 @@ class ConnectorScheduler:
                 self._setup.spec.engine_id,
             )
         self._decline_reference(reference, self._sending.prompt(request))
+
+    def _ask(self, request: Any) -> None:
+        """Ask for the prefix of a request, unless another request of the same prompt, such as a sample, asks for it."""
+        load = self._prefixes.wanted(request, self._sending.prompt)
+        if load is None:
+            return
+        load.follows = self._setup.caches_prefixes and self._loads.is_led(load.reference)
+        if load.follows:
+            self._loads.add(request.request_id, load)
+        elif self._prefixes.ask(load):
+            self._loads.add(request.request_id, load)
+            self._loads.lead(request.request_id, load)
+
+    def _missed(self, request_id: str, error: KvferryError) -> tuple[int, bool]:
+        """Forget the prefix of a request, which is computed; return the answer of `matched_tokens`."""
+        self._prefixes.missed(request_id, error)
+        self._loads.pop(request_id)
+        self._led(request_id)
+        return 0, False
 
     def _lead(self, request: Any, load: Load) -> None:
         """Acquire the publication of a request, when it is the request's turn. Others of the same reference follow it.
@@ -392,7 +461,7 @@ class ConnectorScheduler:
     def _found_here(self, request_id: str, load: Load) -> tuple[int, bool]:
         """Decline a request of which vLLM has all readable tokens; return the answer of `matched_tokens`."""
         self._decline(request_id)
-        if load.error is None and not load.follows:
+        if load.error is None and not load.follows and load.prefix is None:
             self._has(load.reference)
         return 0, False
 
@@ -402,8 +471,9 @@ class ConnectorScheduler:
             return
         self._led(request_id)
         self._turns.end(request_id)
-        # Before `cancel`, with which the port forgets the publication.
-        self._give_back(load)
+        if load.prefix is None:
+            # Before `cancel`, with which the port forgets the publication.
+            self._give_back(load)
         self._port.cancel(request_id)
 
     def _give_back(self, load: Load) -> None:
@@ -441,7 +511,7 @@ class ConnectorScheduler:
         self._led(request_id)
         log_failure(end, load.reference, self._setup.spec.engine_id, aborted=load.aborted)
         load.failed = True
-        if load.aborted:
+        if load.aborted or load.prefix is not None:
             return
         if len(self._setup.spec.groups) == 1 and any(end.lost.values()):
             metadata.lost.update(*end.lost.values())

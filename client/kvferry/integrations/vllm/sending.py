@@ -107,6 +107,11 @@ class Sending:
     def holding(self) -> bool:
         return bool(self._held)
 
+    @property
+    def ended(self) -> int:
+        """The last step that has ended on every rank."""
+        return self._everywhere.ended
+
     def expect(self, request: Any) -> None:
         """Add an arrived request if it is to be published, and shorten its prompt if decode will compute the end of the
         prompt."""

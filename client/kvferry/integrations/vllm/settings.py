@@ -58,6 +58,8 @@ class ConnectorSettings:
         start_timeout: seconds for which the engine waits for its node server when it starts.
         max_waiting: number of requests whose publications are asked for at once at each prefill engine's home; further
             requests wait for their turn.
+        prefix_share: share of the cache's blocks that may be held for engines that have asked for prefixes; 0: none.
+        prefix_wait: seconds for which a request waits for the answer of an engine that is asked for its prefix.
         tls: files for TLS; None: no TLS.
         nixl: how bytes move.
         staging: when and how small pieces go through staging memory.
@@ -77,6 +79,8 @@ class ConnectorSettings:
     read_timeout: float = 120.0
     start_timeout: float = 30.0
     max_waiting: int = 256
+    prefix_share: float = 0.25
+    prefix_wait: float = 0.2
     tls: TlsConfig | None = None
     nixl: NixlOptions = field(default_factory=NixlOptions)
     staging: StagingOptions = field(default_factory=StagingOptions)
@@ -105,9 +109,13 @@ class ConnectorSettings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST_SECONDS:
                 raise InvalidField(name, _shown(value), f"more than 0 to {MOST_SECONDS:.0e} seconds")
-        most = self.max_waiting
-        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-            raise InvalidField("max_waiting", _shown(most), "an integer of at least 1")
+        waiting = self.max_waiting
+        if isinstance(waiting, bool) or not isinstance(waiting, int) or waiting < 1:
+            raise InvalidField("max_waiting", _shown(waiting), "an integer of at least 1")
+        for name, least, most in (("prefix_share", 0.0, 1.0), ("prefix_wait", 0.001, 2.0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+                raise InvalidField(name, _shown(value), f"{least:g} to {most:g}")
 
     @classmethod
     def of(cls, extra: Mapping[str, object]) -> ConnectorSettings:

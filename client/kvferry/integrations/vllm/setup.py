@@ -39,6 +39,7 @@ class Setup:
         depth: number of steps that vLLM has under way at once; None: steps run together with other data-parallel ranks.
         names_inputs: whether images and other inputs have names that are equal at another engine: hashes of their
             content, or the client's own. vLLM numbers inputs if it caches neither prefixes nor processed inputs.
+        hash_algorithm: vLLM's name of the hash of its prefix cache.
     """
 
     spec: EngineSpec
@@ -53,6 +54,7 @@ class Setup:
     drains: bool
     depth: int | None
     names_inputs: bool
+    hash_algorithm: str
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> Setup:
@@ -81,6 +83,7 @@ class Setup:
             drains=bool(getattr(vllm_config, "shutdown_timeout", 0)),
             depth=vllm_config.max_concurrent_batches if parallel.data_parallel_size == 1 else None,
             names_inputs=_names_inputs(vllm_config),
+            hash_algorithm=cache.prefix_caching_hash_algo,
         )
 
     @property

@@ -106,11 +106,10 @@ def log_failure(end: ReadEnd, reference: str, engine_id: str, *, aborted: bool) 
     mine = _shown(end.request_id)
     read = f"read {end.read_id} of request {mine}" if end.read_id else f"request {mine}"
     try:
-        parsed = parse_reference(reference)
+        known = parse_reference(reference) if end.source is None else end.source
     except KvferryError:
         source = "a source that its reference does not name"
     else:
-        known = parsed if end.source is None else end.source
         named = f"publication {known.publication} of request {known.request_id!r}"
         if not known.publication:
             # A router made the reference, and no publication has come.

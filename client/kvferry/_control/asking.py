@@ -1,0 +1,77 @@
+"""Asks an engine for a prefix, and acquires the answer: a publication under a reference that the asker has made, as a
+router would."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from kvferry._control.acquisition import Acquired, Acquisition
+from kvferry._control.questions import AskedPrefix, MissReason
+from kvferry._control.retrying import retrying
+from kvferry.errors import BlocksShort, KvferryError, NotFound, PrefixMiss, PublicationTimeout, Refused
+from kvferry.v1 import kv_transfer_pb2 as pb
+
+LATE_ANSWER = 1.0
+"""Seconds after its wait for which an asker goes on: the home says then that there was no answer."""
+
+SHORTEST_WAIT = 0.001
+"""Seconds; zero would be the contract's default."""
+
+
+class AskingAcquisition(Acquisition):
+    """The acquisition of what an engine is asked for.
+
+    Args:
+        prefix: what it is asked for.
+        withdraw: called if an answer may come, or has come, and nobody will read it. Not if the home has not taken the
+            question: then it cannot be reached, and has no question after a moment.
+        given: the arguments of `Acquisition`.
+    """
+
+    def __init__(self, prefix: AskedPrefix, withdraw: Callable[[], object], *given: Any) -> None:
+        super().__init__(*given)
+        self._prefix = prefix
+        self._withdraw = withdraw
+
+    async def first(self, check: Callable[[Acquired], object] | None = None) -> Acquired:
+        """Ask the engine, and wait for its answer; see `Acquisition.first`.
+
+        Raises:
+            PrefixMiss: there is nothing to read, or no answer has come in time.
+            KvferryError: the home has refused the question, or the answer is of another prompt.
+        """
+        until, taken = self._loop.now() + self._prefix.wait, False
+        try:
+            await retrying(lambda left: self._tell(until, left), until)
+            taken = True
+            # The blocks have to be there in time, and not only the lease: the engine waits instead of computing.
+            answer = super().first(lambda found: self._prefix.check(found.part.blocks, complete=found.part.complete))
+            return await asyncio.wait_for(answer, until + LATE_ANSWER - self._loop.now())
+        except asyncio.CancelledError:
+            self._withdraw()
+            raise
+        except (KvferryError, asyncio.TimeoutError) as error:
+            # A home that refuses the read, or says that there is nothing, has no question any more.
+            if taken and not isinstance(error, (Refused, NotFound)):
+                self._withdraw()
+            raise _missed(self._request.reference.engine_id, error) from None
+
+    async def _tell(self, until: float, left: float) -> None:
+        """Tell the home the question, in at most `left` seconds."""
+        request, wait = self._request, max(SHORTEST_WAIT, until - self._loop.now())
+        question = self._prefix.message(request.text, wait)
+        with request.span.calling():
+            await request.home.notify_one(pb.NotifyRequest(sender=self._asked.reader, notifications=[question]), left)
+
+
+def _missed(engine_id: str, error: Exception) -> Exception:
+    """Return the error with which a question ends."""
+    if isinstance(error, BlocksShort):
+        problem, why = f"has published another part: {error}", MissReason.NOT_CACHED
+    elif not isinstance(error, KvferryError) or error.retryable or isinstance(error, PublicationTimeout):
+        problem, why = f"has not answered in time: {str(error) or 'its home is silent'}", MissReason.NO_ANSWER
+    else:
+        return error
+    return PrefixMiss(f"engine {engine_id!r} was asked for a prefix, and {problem}", engine_id=engine_id, why=why.name)

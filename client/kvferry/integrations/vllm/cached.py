@@ -1,0 +1,132 @@
+"""Looks up prompts in vLLM's prefix cache."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.multimodal.inputs import PlaceholderRange
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+
+from kvferry import Prompt
+from kvferry.errors import InvalidField
+from kvferry.geometry.blocks import Blocks
+from kvferry.integrations.vllm.setup import Setup
+
+CHUNK = 2048
+"""Tokens that are hashed at a time, at least a block. Hashing ends with the first chunk that is not cached to its end:
+most questions are about prompts that are not, and hashes take longer than anything else here."""
+
+MOST_ADAPTERS = 1024
+"""Most remembered LoRA adapters. The prompts of one that was forgotten are not looked up."""
+
+
+@dataclass(slots=True)
+class Lookup:
+    """A prompt of another engine, with what vLLM's block hasher reads of a ``Request`` (``get_request_block_hasher``
+    in vllm/v1/core/kv_cache_utils.py; 0.32.0).
+
+    Attributes:
+        num_tokens: the first so many tokens are hashed.
+        known: all tokens are hashed that may be cached.
+    """
+
+    all_token_ids: array[int]
+    mm_features: list[Any]
+    lora_request: Any
+    num_tokens: int = 0
+    block_hashes: list[Any] = field(default_factory=list)
+    cache_salt: None = None
+    prompt_embeds: None = None
+    known: bool = False
+
+
+class PrefixCache:
+    """vLLM's prefix cache, with the hashes of this engine.
+
+    `manager` is vLLM's ``KVCacheManager`` (``vllm/v1/core/kv_cache_manager.py``; 0.32.0).
+    """
+
+    def __init__(self, setup: Setup, manager: Any) -> None:
+        self._setup = setup
+        self._manager = manager
+        self.pool = manager.block_pool
+        self._coordinator = manager.coordinator
+        self._hash = get_request_block_hasher(self.pool.hash_block_size, get_hash_fn_by_name(setup.hash_algorithm))
+        # Every group's blocks end where a chunk ends.
+        self._block = int(self._coordinator.scheduler_block_size)
+        self._chunk = max(1, CHUNK // self._block) * self._block
+        self._whole = [table.index for table in setup.tables if not table.forgets][:1]
+        """A group that keeps all tokens, if there is one: without its block there is no hit."""
+        self._adapters: dict[str, Any] = {}
+
+    def see(self, request: Any) -> None:
+        """Remember the LoRA adapter of an arrived request, of which the hashes include vLLM's path."""
+        adapter = request.lora_request
+        if adapter is not None:
+            self._adapters.pop(adapter.lora_name, None)
+            self._adapters[adapter.lora_name] = adapter
+            if len(self._adapters) > MOST_ADAPTERS:
+                del self._adapters[next(iter(self._adapters))]
+
+    def own(self, request: Any) -> int:
+        """Return the number of cached tokens of an arrived request."""
+        return int(self._coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)[1])
+
+    def free(self, request: Any) -> None:
+        """Free the blocks of a request that vLLM will look up, and compute, anew."""
+        self._manager.free(request)
+
+    def lookup(self, prompt: Prompt) -> Lookup | None:
+        """Begin to look up a prompt; None: vLLM's hashes of such prompts are not known here, because no request of its
+        adapter has come, or vLLM numbers its inputs."""
+        adapter = self._adapters.get(prompt.adapter)
+        if (prompt.adapter and adapter is None) or (prompt.inputs and not self._setup.names_inputs):
+            return None
+        inputs = [
+            SimpleNamespace(identifier=each.identifier, mm_position=PlaceholderRange(each.offset, each.length))
+            for each in prompt.inputs
+        ]
+        # vLLM's hashes are of Python's own numbers, which an array makes of what is hashed.
+        token_ids = array("I")
+        token_ids.frombytes(prompt.token_ids.astype("=u4").tobytes())
+        return Lookup(token_ids, inputs, adapter)
+
+    def hash(self, lookup: Lookup) -> int:
+        """Hash the next chunk of a prompt; return its number of tokens."""
+        begin, total = lookup.num_tokens, len(lookup.all_token_ids)
+        lookup.num_tokens = min(begin + self._chunk, total)
+        lookup.block_hashes += self._hash(lookup)
+        lookup.known = lookup.num_tokens == total or bool(
+            self._whole and self.pool.get_cached_block(lookup.block_hashes[-1], self._whole) is None
+        )
+        return lookup.num_tokens - begin
+
+    def find(self, lookup: Lookup, first_token: int) -> Mapping[str, Blocks] | None:
+        """Return the cached blocks of a prompt from the block with `first_token` on, by group, of as many tokens as all
+        groups have; None: there are none behind `first_token`."""
+        hashed = len(lookup.block_hashes) * self.pool.hash_block_size
+        most = min(hashed, len(lookup.all_token_ids) - self._setup.withheld)
+        while True:
+            hit, tokens = self._coordinator.find_longest_cache_hit(lookup.block_hashes, most)[:2]
+            if not tokens % self._block:
+                break
+            # A part of a block, of which vLLM makes copies in its steps.
+            most = tokens - tokens % self._block
+        if tokens <= first_token:
+            return None
+        ids = tuple([block.block_id for block in blocks] for blocks in hit)
+        try:
+            blocks = self._setup.published(ids, tokens)
+        except InvalidField:
+            return None
+        return {
+            table.group.name: table.rest(
+                blocks[table.group.name], first_token // table.entry_tokens * table.entry_tokens
+            )
+            for table in self._setup.tables
+        }
