@@ -43,20 +43,34 @@ class AskingAcquisition(Acquisition):
             KvferryError: the home has refused the question, or the answer is of another prompt.
         """
         until, taken = self._loop.now() + self._prefix.wait, False
+        asking, silent = asyncio.current_task(), False
+
+        def too_late() -> None:
+            # `asyncio.wait_for` before Python 3.12 loses a cancellation that comes together with the answer.
+            nonlocal silent
+            if asking is not None:
+                silent = asking.cancel()
+
+        # The blocks have to be there in time, and not only the lease: the engine waits instead of computing.
+        timer = self._loop.at(until + LATE_ANSWER, too_late)
         try:
             await retrying(lambda left: self._tell(until, left), until)
             taken = True
-            # The blocks have to be there in time, and not only the lease: the engine waits instead of computing.
-            answer = super().first(lambda found: self._prefix.check(found.part.blocks, complete=found.part.complete))
-            return await asyncio.wait_for(answer, until + LATE_ANSWER - self._loop.now())
+            return await super().first(
+                lambda found: self._prefix.check(found.part.blocks, complete=found.part.complete)
+            )
         except asyncio.CancelledError:
             self._withdraw()
-            raise
-        except (KvferryError, asyncio.TimeoutError) as error:
+            if not silent:
+                raise
+            raise _missed(self._request.reference.engine_id, None) from None
+        except KvferryError as error:
             # A home that refuses the read, or says that there is nothing, has no question any more.
             if taken and not isinstance(error, (Refused, NotFound)):
                 self._withdraw()
             raise _missed(self._request.reference.engine_id, error) from None
+        finally:
+            timer.cancel()
 
     async def _tell(self, until: float, left: float) -> None:
         """Tell the home the question, in at most `left` seconds."""
@@ -66,12 +80,12 @@ class AskingAcquisition(Acquisition):
             await request.home.notify_one(pb.NotifyRequest(sender=self._asked.reader, notifications=[question]), left)
 
 
-def _missed(engine_id: str, error: Exception) -> Exception:
-    """Return the error with which a question ends."""
+def _missed(engine_id: str, error: KvferryError | None) -> KvferryError:
+    """Return the error with which a question ends; None: its home is silent."""
     if isinstance(error, BlocksShort):
         problem, why = f"has published another part: {error}", MissReason.NOT_CACHED
-    elif not isinstance(error, KvferryError) or error.retryable or isinstance(error, PublicationTimeout):
-        problem, why = f"has not answered in time: {str(error) or 'its home is silent'}", MissReason.NO_ANSWER
+    elif error is None or error.retryable or isinstance(error, PublicationTimeout):
+        problem, why = f"has not answered in time: {error or 'its home is silent'}", MissReason.NO_ANSWER
     else:
         return error
     return PrefixMiss(f"engine {engine_id!r} was asked for a prefix, and {problem}", engine_id=engine_id, why=why.name)
