@@ -72,7 +72,6 @@ class Question:
     router_key: RouterKey
     asker: EngineRef
     holder: Hashable  # in budgets
-    first_token: int
     asked_at: float
     deadline: float
     asked: Ask | None = field(repr=False)  # None once the question has ended: the prompt may be large
@@ -143,7 +142,6 @@ class EngineQuestions:
             router_key=ask.router_key,
             asker=ask.asker,
             holder=ask.holder,
-            first_token=ask.first_token,
             asked_at=now,
             deadline=now + ask.wait,
             asked=ask,

@@ -260,9 +260,11 @@ class Records:
 
     def add_question(self, engine: EnginePublications, question: Question) -> None:
         self._question_deadlines.put(question)
-        self.tell(engine.life, question)
+        if engine.life.scheduler is not None:
+            engine.life.scheduler.ask(question)
+            self.changed(engine.life.scheduler)
 
-    def tell(self, life: Engine, event: PublicationRecord | RankLost | Question) -> None:
+    def tell(self, life: Engine, event: PublicationRecord | RankLost) -> None:
         """Add an event to the Watch of an engine's scheduler."""
         if life.scheduler is not None:
             life.scheduler.push(event)

@@ -4,6 +4,7 @@ Watch that keeps up, resumes or has lagged."""
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -76,6 +77,10 @@ class Feed:
         self._kept = kept
         self._dropped = 0
         self._events: dict[int, Numbered] = {}  # By number, in order
+        # The events of open questions, by the questions' numbers, and the ends of questions. A full feed may have
+        # dropped them.
+        self._questions: dict[int, int] = {}
+        self._ends: deque[int] = deque()
 
     def push(self, event: Event) -> None:
         """Add an event. A full feed drops its oldest event."""
@@ -85,16 +90,19 @@ class Feed:
             del self._events[self._dropped]
         self._events[self.sequence] = Numbered(self.sequence, event)
 
+    def ask(self, question: Question) -> None:
+        """Add a question, until `end_question`."""
+        self.push(question)
+        self._questions[question.number] = self.sequence
+
     def end_question(self, number: int) -> None:
         """Remove a question and add its end. Of earlier ends only the last `MAX_QUESTIONS` are kept, so that questions
         never fill a feed: a process that misses one gives a question up by its deadline."""
-        for sequence, numbered in tuple(self._events.items()):
-            if isinstance(numbered.event, Question) and numbered.event.number == number:
-                del self._events[sequence]
-        ends = [sequence for sequence, each in self._events.items() if isinstance(each.event, QuestionEnded)]
-        for sequence in ends[: 1 - MAX_QUESTIONS]:
-            del self._events[sequence]
+        self._events.pop(self._questions.pop(number, 0), None)
+        if len(self._ends) == MAX_QUESTIONS:
+            self._events.pop(self._ends.popleft(), None)
         self.push(QuestionEnded(number))
+        self._ends.append(self.sequence)
 
     def acknowledged(self, numbers: Collection[int]) -> None:
         """Remove the release events of these publications: the process has received them."""

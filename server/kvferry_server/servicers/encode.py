@@ -192,15 +192,16 @@ def _accepted(lease: Lease, reference: str, values: Times, now: float) -> pb.Acc
 
 
 def _question(question: Question, now: float) -> bytes:
-    assert question.asked is not None
+    asked = question.asked
+    assert asked is not None  # The question is open.
     head = pb.Question(
         number=question.number,
-        reference=question.asked.reference,
-        first_token=question.first_token,
+        reference=asked.reference,
+        first_token=asked.first_token,
         asker=engine_ref(question.asker),
         remaining=to_duration(max(0.0, question.deadline - now)),
     )
-    return head.SerializeToString() + embedded(pb.Question.PROMPT_FIELD_NUMBER, question.asked.prompt)
+    return head.SerializeToString() + embedded(pb.Question.PROMPT_FIELD_NUMBER, asked.prompt)
 
 
 def _released(publication: PublicationRecord) -> pb.Released:

@@ -224,18 +224,22 @@ def test_router_reference_needs_the_role_for_every_possible_engine(
 
 
 def test_engine_is_asked_by_its_name_only_with_a_certificate(node: Kvferryd, channels: dict[str, grpc.Channel]) -> None:
-    asked = pb.Ask(reference=question_reference("h:1", "prefill-1"), prompt=pb.Prompt(token_ids=[1]))
-    request = pb.NotifyRequest(
-        sender=pb.EngineRef(engine_id="some-reader", incarnation=b"i" * 16), notifications=[pb.Notification(ask=asked)]
-    )
+    reader = pb.EngineRef(engine_id="some-reader", incarnation=b"i" * 16)
 
-    def answer(channel: grpc.Channel) -> str:
+    def answer(channel: grpc.Channel, name: str) -> str:
+        ask = pb.Ask(reference=question_reference("h:1", name), prompt=pb.Prompt(token_ids=[1]))
+        request = pb.NotifyRequest(sender=reader, notifications=[pb.Notification(ask=ask)])
         (result,) = KVTransferStub(channel).Notify(request, timeout=TIMEOUT).results
-        return type(from_notification_error(result.error)).__name__
+        return type(from_notification_error(result.error)).__name__ if result.HasField("error") else "done"
 
-    assert answer(channels["decode"]) in ("EngineUnknown", "HomeRecovering")
     with connect(node.address) as local:
-        assert answer(local) == "NotAllowed"
+        party = Party(local, "prefill-asked")
+        party.live()
+        try:
+            assert answer(channels["decode"], party.name) == "done"
+            assert answer(local, party.name) == "NotAllowed"
+        finally:
+            party.close()
 
 
 def test_refusal_does_not_reveal_which_engines_exist(node: Kvferryd, channels: dict[str, grpc.Channel]) -> None:
@@ -243,7 +247,7 @@ def test_refusal_does_not_reveal_which_engines_exist(node: Kvferryd, channels: d
         party = Party(local, "prefill-lives")
         party.live()
         try:
-            for name in ("open", "register", "handshake", "geometry", "read", "publish", "decline", "plan"):
+            for name in ("open", "register", "handshake", "geometry", "read", "ask", "publish", "decline", "plan"):
                 lives, absent = (
                     refusal(calls(channels["of no rule"], engine_id)[name]) for engine_id in (party.name, "x")
                 )
