@@ -313,10 +313,11 @@ class Records:
     def end_all(self, engine: EnginePublications, reason: RevokeReason) -> None:
         """End all publications of an engine that is dead or gone. Live leases end at the time they had anyway; their
         readers get the reason."""
-        now = self.advance()
-        self.wake_waiting(engine)
+        # First: the record of an engine that is gone ends with its last publication, which may be due now.
         for question in engine.router_keys.questions.open():
             self.end_question(question, QuestionOutcome.UNANSWERED)
+        now = self.advance()
+        self.wake_waiting(engine)
         for publication in list(engine.publications.values()):
             self.abort(publication, reason, now)
             unasked = publication.stage is PublicationStage.AWAITED and not publication.leases

@@ -4,7 +4,7 @@ its scheduler, the answer, and what is refused."""
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +240,33 @@ async def test_question_that_ends_while_others_are_sent_is_left_out(node: Node) 
         assert event_of(await anext(stream)).number == 1
         await decline(node, references[2])
         assert isinstance(await anext(stream), pb.WatchSynced)
+
+
+async def test_watches_that_do_not_take_their_questions_do_not_fill_the_home(tmp_path: Path) -> None:
+    """Watches that were taken over, of one process: each would hold the message of a question."""
+    async with running(tmp_path, Limits(memory=16 << 20, engine_memory=64 << 10)) as node, AsyncExitStack() as streams:
+        await node.open_engine()
+        await node.register()
+        given = await asked(node, prompt=pb.Prompt(token_ids=range(100_000, 350_000)), wait=Duration(seconds=2))
+        process, host, used = Process(P, Role.SCHEDULER), "192.0.2.7", node.home.memory.used
+
+        async def stuck() -> bool:
+            """Open a Watch that takes nothing more once it is sent the question; return whether it was sent it."""
+            stream = watch_stream(node.home, process, SECRETS[P], b"", 0, host)
+            await streams.enter_async_context(aclosing(stream))
+            assert isinstance(await anext(stream), pb.WatchOpened)
+            return isinstance(await anext(stream), Numbered)
+
+        sent = [await stuck() for _ in range(40)]
+        assert sent == sorted(sent, reverse=True)
+        assert 2 <= sum(sent) <= 8
+        assert node.home.memory.used - used > sum(sent) * 1_000_000
+        # Nobody else has less room: another host's Watch is sent the question.
+        host = "192.0.2.8"
+        assert await stuck()
+        await decline(node, given)
+        await streams.aclose()
+        assert node.home.memory.used < used
 
 
 async def test_large_prompt_reaches_the_source_whole(node: Node, watch: Watch) -> None:
