@@ -320,11 +320,20 @@ async def test_home_that_recovers_or_drains_is_asked_again(tmp_path: Path) -> No
         await node.register()
         assert isinstance(await refused(node), HomeRecovering)
         await node.source(*snapshot())
-        given = await asked(node)
-        read = await begin(node, given)
         node.home.drain()
-        assert isinstance(await raised(read), ServerDraining)
         assert isinstance(await refused(node), ServerDraining)
+
+
+async def test_questions_end_when_their_home_begins_to_drain(node: Node, watch: Watch) -> None:
+    """It takes no answer any more: the asker computes at once, and the source pins no blocks for it."""
+    given = await asked(node, wait=Duration(seconds=2))
+    read = await begin(node, given)
+    assert await watch.kinds(1) == ["question"]
+    node.home.drain()
+    error = await raised(read)
+    assert isinstance(error, PrefixMiss)
+    assert error.values["why"] == "NO_ANSWER"
+    assert await watch.kinds(2) == ["question_ended", "draining"]
 
 
 async def test_home_of_another_engine_is_not_asked(node: Node, watch: Watch) -> None:
