@@ -48,7 +48,7 @@ class Home(AbstractContextManager[float]):
         self.engines = Registry(self.records)
         self.sources = Sources(self.records)
         self.lessor = Lessor(self.records)
-        self.routing = Routing(self.records)
+        self.routing = Routing(self.records, 1 + secrets.randbits(48))
         self.time_slices = TimeSlices()
         self.wakeups = Wakeups()  # Topics: publications, reads that wait under a router's key, feeds
         self.stopping = False  # The node server is about to end, and Watches with it

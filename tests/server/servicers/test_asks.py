@@ -30,6 +30,7 @@ from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.policy import PolicyRole
+from kvferry_server.domain.routing import Routing
 from kvferry_server.domain.watch_feed import Numbered, Process, QuestionEnded, Role
 from kvferry_server.home.time_slices import TimeSlice
 from kvferry_server.home.watch import watch as watch_stream
@@ -94,7 +95,8 @@ def event_of(message: Any) -> Any:
 
 @pytest_asyncio.fixture
 async def watch(node: Node) -> Watch:
-    """The Watch of the scheduler of P, whose one rank is there."""
+    """The Watch of the scheduler of P, whose one rank is there. Questions are numbered from 1."""
+    node.home.routing = Routing(node.home.records)
     opened = await node.open_engine()
     await node.register()
     return opened
@@ -224,9 +226,7 @@ async def test_watch_that_is_slow_is_not_sent_questions_that_have_ended(node: No
     assert all(question.prompt == prompt for question in sent)
 
 
-async def test_question_that_ends_while_others_are_sent_is_left_out(node: Node) -> None:
-    await node.open_engine()
-    await node.register()
+async def test_question_that_ends_while_others_are_sent_is_left_out(node: Node, watch: Watch) -> None:
     process = Process(P, Role.SCHEDULER)
     async with aclosing(watch_stream(node.home, process, SECRETS[P], node.home.epoch, 0)) as stream:
         assert isinstance(await anext(stream), pb.WatchOpened)
@@ -389,6 +389,23 @@ async def test_miss_takes_the_session_of_the_source_and_a_reason(node: Node, wat
     read = await begin(node, given)
     await publish(node, given)
     assert (await read).accepted.publication == 1
+
+
+async def test_miss_that_comes_after_a_restart_of_the_home_is_about_no_other_question(tmp_path: Path) -> None:
+    """R6: it was sent to the home before, and is repeated while that home is away."""
+    numbers = list[int]()
+    for _ in range(2):
+        async with running(tmp_path) as node:
+            watch = await node.open_engine()
+            await node.register()
+            given = await asked(node)
+            numbers.append((await watch.next()).question.number)
+            if len(numbers) == 2:
+                await node.source(miss(numbers[0]))
+            read = await begin(node, given)
+            assert (await publish(node, given)).HasField("published")
+            assert (await read).accepted.publication == 1
+    assert numbers[0] != numbers[1]
 
 
 async def test_asking_needs_the_reader_role_of_every_engine_that_the_reference_may_mean() -> None:
