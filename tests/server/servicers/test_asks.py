@@ -35,6 +35,8 @@ from kvferry_server.domain.watch_feed import Numbered, Process, QuestionEnded, R
 from kvferry_server.home.time_slices import TimeSlice
 from kvferry_server.home.watch import watch as watch_stream
 from kvferry_server.servicers.access import TABLE
+from kvferry_server.servicers.notify import notify
+from kvferry_server.servicers.relay import Caller, Relays
 from tests.server.servicers.routers import begin, decline, engine, released
 from tests.support.node_in_process import (
     ADVERTISE,
@@ -289,6 +291,20 @@ async def test_engine_has_to_be_named_by_its_engine_reference_without_a_certific
     error = await refused(node, engine_reference=engine_reference(E))
     assert isinstance(error, InvalidField)
     assert error.values["field"] == "ask.engine_reference"
+
+
+@pytest.mark.parametrize("name", [P.engine_id, f"{P.engine_id}_dp0"])
+async def test_engine_is_asked_by_either_name_that_the_reference_may_mean(node: Node, name: str) -> None:
+    """As it is read by."""
+    ref = engine(name)
+    watch = await node.open_engine(ref)
+    await node.register(ref=ref)
+    given = question_reference(ADVERTISE, P.engine_id)
+    request = pb.NotifyRequest(sender=proto(D), notifications=[asks(given, engine_reference="")])
+    caller = Caller("192.0.2.7", frozenset({b"a name in a certificate"}))
+    answer = await notify(node.home, Relays(ADVERTISE, None, anywhere=False), request, TIMEOUT, caller)
+    assert answer.results[0].HasField("done")
+    assert (await watch.next()).question.reference == given
 
 
 async def test_engine_reference_with_a_wrong_key_or_incarnation_is_refused(node: Node, watch: Watch) -> None:
