@@ -14,7 +14,16 @@ from kvferry._control.questions import AskedPrefix
 from kvferry._wire.authority import question_name
 from kvferry._wire.reference import parse_reference
 from kvferry._wire.token import EngineToken
-from kvferry.errors import HomeRecovering, KvferryError, LimitReached, NotAllowed, PrefixMiss
+from kvferry.errors import (
+    HomeRecovering,
+    KvferryError,
+    LimitReached,
+    NotAllowed,
+    NotPublished,
+    PrefixMiss,
+    PublicationAborted,
+    PublicationReleased,
+)
 from kvferry.geometry import Group
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.control.holding import READER, holding
@@ -108,3 +117,26 @@ def test_a_home_that_does_not_say_that_time_is_over_is_told_that_nobody_waits(tm
         assert (type(found), found.values["why"]) == (PrefixMiss, "NO_ANSWER")
         server.until(lambda: bool(declines(server)))
         assert declines(server) == [request.text]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        PublicationReleased("declined", engine_id="source", publication=1, outcome="DECLINED"),
+        PublicationAborted("aborted", engine_id="source", publication=1),
+        NotPublished("given up", engine_id="source", publication=1),
+    ],
+    ids=["released", "aborted", "given up"],
+)
+def test_an_answer_that_ends_before_it_is_read_is_a_miss(tmp_path: Path, end: KvferryError) -> None:
+    """Its home has restarted and knows no such question, or its source has withdrawn it: the prompt is computed."""
+    with scripted(tmp_path) as (server, control), holding(control) as holder:
+
+        def ended(_: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
+            raise end
+
+        server.read_blocks = ended
+        found = refused(server, holder, question(holder, control.address))
+        assert (type(found), found.values["why"]) == (PrefixMiss, "NO_ANSWER")
+        assert str(end) in str(found)
+        assert declines(server) == []

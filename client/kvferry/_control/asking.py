@@ -10,7 +10,17 @@ from typing import Any
 from kvferry._control.acquisition import Acquired, Acquisition
 from kvferry._control.questions import AskedPrefix, MissReason
 from kvferry._control.retrying import retrying
-from kvferry.errors import BlocksShort, KvferryError, NotFound, PrefixMiss, PublicationTimeout, Refused
+from kvferry.errors import (
+    BlocksShort,
+    KvferryError,
+    NotFound,
+    NotPublished,
+    PrefixMiss,
+    PublicationAborted,
+    PublicationReleased,
+    PublicationTimeout,
+    Refused,
+)
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 LATE_ANSWER = 1.0
@@ -18,6 +28,10 @@ LATE_ANSWER = 1.0
 
 SHORTEST_WAIT = 0.001
 """Seconds; zero would be the contract's default."""
+
+ENDED = (PublicationAborted, PublicationReleased, NotPublished, PublicationTimeout)
+"""Ends of an answer before it could be read: the source has withdrawn it, or its home, which has restarted, knows no
+such question."""
 
 
 class AskingAcquisition(Acquisition):
@@ -84,7 +98,7 @@ def _missed(engine_id: str, error: KvferryError | None) -> KvferryError:
     """Return the error with which a question ends; None: its home is silent."""
     if isinstance(error, BlocksShort):
         problem, why = f"has published another part: {error}", MissReason.NOT_CACHED
-    elif error is None or error.retryable or isinstance(error, PublicationTimeout):
+    elif error is None or error.retryable or isinstance(error, ENDED):
         problem, why = f"has not answered in time: {error or 'its home is silent'}", MissReason.NO_ANSWER
     else:
         return error

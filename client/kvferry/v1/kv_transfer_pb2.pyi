@@ -1961,7 +1961,9 @@ class Question(google.protobuf.message.Message):
     ASKER_FIELD_NUMBER: builtins.int
     REMAINING_FIELD_NUMBER: builtins.int
     number: builtins.int
-    """number of the question, rising per engine and start of the home."""
+    """number of the question, rising per engine and start of the home, from a random number on: a Miss that comes after a
+    restart of the home is about no other question.
+    """
     reference: builtins.str
     """reference to publish under. Secret."""
     first_token: builtins.int

@@ -62,6 +62,11 @@ class Ask:
         """The holder in budgets, as `LeaseRequest.holder`."""
         return self.host or self.asker
 
+    @property
+    def size(self) -> int:
+        """Bytes in memory, and in a message."""
+        return len(self.prompt) + len(self.reference)
+
 
 @dataclass(slots=True, eq=False)
 class Question:
@@ -133,7 +138,7 @@ class EngineQuestions:
         """Add a question. Raises `LimitReached` if the engine has too many, or its asker, or there is no memory."""
         check_budget("questions", self._places, ask.holder, ENDED_KEPT)
         with self._memory.hold(ask.holder, ask.host, QUESTION_BYTES) as held:
-            asked_memory = self._memory.hold(ask.holder, ask.host, len(ask.prompt) + len(ask.reference))
+            asked_memory = self._memory.hold(ask.holder, ask.host, ask.size)
             memory = held.pop_all()
         self._places.take(ask.holder)
         question = self._by_key[ask.router_key] = self._open[number] = Question(

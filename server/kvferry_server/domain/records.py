@@ -310,13 +310,18 @@ class Records:
             self.changed(engine.life.scheduler)
         self.wake_waiting(engine, question.router_key.name)
 
+    def end_questions(self, engine: EnginePublications) -> None:
+        """End all open questions to an engine, which cannot answer any more."""
+        for question in engine.router_keys.questions.open():
+            self.end_question(question, QuestionOutcome.UNANSWERED)
+
     def end_all(self, engine: EnginePublications, reason: RevokeReason) -> None:
         """End all publications of an engine that is dead or gone. Live leases end at the time they had anyway; their
         readers get the reason."""
+        # First: the record of an engine that is gone ends with its last publication, which may be due now.
+        self.end_questions(engine)
         now = self.advance()
         self.wake_waiting(engine)
-        for question in engine.router_keys.questions.open():
-            self.end_question(question, QuestionOutcome.UNANSWERED)
         for publication in list(engine.publications.values()):
             self.abort(publication, reason, now)
             unasked = publication.stage is PublicationStage.AWAITED and not publication.leases

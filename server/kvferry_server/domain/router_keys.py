@@ -93,6 +93,8 @@ class RouterKeys:
         name has another key, `PublicationReleased` if it was released and forgotten, or declined before it arrived,
         `NotPublished` if its source has given it up, and `PrefixMiss` if it was asked for and will not arrive."""
         self._drop_old(now)
+        # First: a publication that comes after the end of its question is no answer.
+        self.questions.check(wanted)
         publication = self._held.get(wanted.name)
         if publication is not None and publication.router_key is not None:
             self._check(wanted, publication.router_key.key, publication.number)
@@ -106,7 +108,6 @@ class RouterKeys:
         declined = self._declined.get(wanted)
         if declined is not None:
             raise ended(named, engine_id, 0, PublicationOutcome.DECLINED, not_published=declined.not_published)
-        self.questions.check(wanted)
         return None
 
     def check_free(self, name: str, now: float) -> None:

@@ -36,12 +36,15 @@ class Routing:
     `sources` are the living engines that a reference may mean: mostly one, but two names may fit, and a home that has
     just started cannot tell which of two incarnations is the older. The source is the engine that has the publication
     under the router's key. A refusal or a full budget of another engine does not count: that engine may be an impostor.
+
+    `first_question`, the number of the first question, is another one at each start of a home: a miss that comes after
+    a restart is about no question of the new start.
     """
 
-    def __init__(self, records: Records) -> None:
+    def __init__(self, records: Records, first_question: int = 1) -> None:
         self._records = records
         self._times, self._memory = records.times, records.memory
-        self._numbers, self._question_numbers = itertools.count(1), itertools.count(1)
+        self._numbers, self._question_numbers = itertools.count(1), itertools.count(first_question)
 
     def find(self, sources: Sequence[EngineRef], wanted: RouterKey) -> PublicationRecord | None:
         """Return the publication under a router's key; None: the publication has to be waited for. Raises

@@ -48,7 +48,7 @@ class Home(AbstractContextManager[float]):
         self.engines = Registry(self.records)
         self.sources = Sources(self.records)
         self.lessor = Lessor(self.records)
-        self.routing = Routing(self.records)
+        self.routing = Routing(self.records, 1 + secrets.randbits(48))
         self.time_slices = TimeSlices()
         self.wakeups = Wakeups()  # Topics: publications, reads that wait under a router's key, feeds
         self.stopping = False  # The node server is about to end, and Watches with it
@@ -83,7 +83,8 @@ class Home(AbstractContextManager[float]):
             await self._driver.wait(None if math.isinf(sleep) else max(SHORTEST_SLEEP, sleep))
 
     def drain(self) -> None:
-        """Accept no new work. Renewals are still answered and reports taken. Waiting readers are answered DRAINING.
+        """Accept no new work. Renewals are still answered and reports taken. Waiting readers are answered DRAINING, and
+        those who wait for the answer to a question, PREFIX_MISS.
         Watches get `draining` and go on: a source must learn of the reads that end meanwhile, or it would publish their
         blocks again after the restart, without readers. Idempotent."""
         if self.draining:
@@ -93,6 +94,8 @@ class Home(AbstractContextManager[float]):
         pinned = len(self.journal.pinned)
         self.journal.events.write(logging.INFO, "draining", {"live_leases": live, "pinned": pinned})
         for engine in self.engines.all_engines():
+            # Their answers would be refused, and sent again, with their blocks pinned.
+            self.records.end_questions(self.records.of_engine(engine.ref))
             for feed in engine.feeds.values():
                 feed.push(Draining())
         self.wakeups.wake_all()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import ExitStack, aclosing, contextmanager, suppress
 from typing import TypeAlias
 
-from kvferry.errors import ServerDraining, WatchTakenOver
+from kvferry.errors import LimitReached, ServerDraining, WatchTakenOver
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.questions import Question
 from kvferry_server.domain.watch_feed import Event, Feed, Numbered, Process
@@ -47,7 +47,7 @@ async def watch(
                     needs_state = True
                 if needs_state:
                     sent, needs_state = feed.sequence, False
-                    async with aclosing(_full_state(home, feed, number)) as messages:
+                    async with aclosing(_full_state(home, feed, number, host)) as messages:
                         async for message in messages:
                             yield message
                     # Events that happened meanwhile may have been dropped.
@@ -55,8 +55,9 @@ async def watch(
                 for numbered in feed.after(sent):
                     _check_current(feed, number)
                     sent = numbered.sequence
-                    if not _past(numbered.event):
-                        yield numbered
+                    with _taken(home, process, host, numbered.event) as goes:
+                        if goes:
+                            yield numbered
                 _check_current(feed, number)
                 if feed.after(sent):
                     continue
@@ -70,7 +71,7 @@ async def watch(
                 home.close_watch(process)
 
 
-async def _full_state(home: Home, feed: Feed, number: int) -> AsyncGenerator[WatchMessage, None]:
+async def _full_state(home: Home, feed: Feed, number: int, host: str) -> AsyncGenerator[WatchMessage, None]:
     process = feed.process
     events = home.state(process)
     size = EVENT_BYTES * len(events)
@@ -83,17 +84,30 @@ async def _full_state(home: Home, feed: Feed, number: int) -> AsyncGenerator[Wat
     try:
         for event in events:
             _check_current(feed, number)
-            if not _past(event):
-                yield Numbered(0, event)
+            with _taken(home, process, host, event) as goes:
+                if goes:
+                    yield Numbered(0, event)
     finally:
         home.memory.give(process.engine, size)
         feed.full_states -= 1
     yield pb.WatchSynced(need_resync=home.need_resync(process))
 
 
-def _past(event: Event) -> bool:
-    """Whether an event is a question that has ended while earlier ones were sent: its prompt is gone."""
-    return isinstance(event, Question) and not event.open
+@contextmanager
+def _taken(home: Home, process: Process, host: str, event: Event) -> Iterator[bool]:
+    """Give whether an event is to be sent, and hold its memory until the context ends, when the process has taken it. A
+    question is left out if it has ended while earlier events were sent: its prompt is gone; and if its process, or
+    host, holds too much: Watches that were taken over may never take the questions that they were being sent."""
+    if not isinstance(event, Question):
+        yield True
+        return
+    asked, goes = event.asked, False
+    with ExitStack() as held:
+        if asked is not None:
+            with suppress(LimitReached):
+                held.enter_context(home.memory.hold(host or process.engine, host, asked.size))
+                goes = True
+        yield goes
 
 
 def _check_current(feed: Feed, number: int) -> None:

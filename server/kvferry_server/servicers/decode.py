@@ -169,15 +169,15 @@ def engine_reference(field: str, given: str) -> Named:
     return Named(engine_ref(field, named), 0, parsed.key)
 
 
-def ask(message: pb.Ask, asker: EngineRef, host: str) -> tuple[Named, Ask]:
-    """Decode a question and the engine that is asked: without an engine reference by its name alone, with an empty
-    incarnation and an empty key. Raises `InvalidField` or `BadReference` if a field is malformed."""
+def ask(message: pb.Ask, asker: EngineRef, host: str) -> tuple[tuple[str, ...], Named | None, Ask]:
+    """Decode a question, the names that the engine that is asked may have, and its own reference; None: the caller has
+    none. Raises `InvalidField` or `BadReference` if a field is malformed."""
     named, prompt = reference(message.reference), message.prompt
     if not isinstance(named, RouterReference) or not named.router_key.of_question:
         expected = "one that its asker made, whose router_key is derived from its key"
         raise InvalidField("ask.reference", "another reference", expected)
     names = engine_ids(named.engine_id, named.data_parallel_rank)
-    engine = Named(EngineRef(names[0], b""), 0, b"")
+    engine = None
     if message.engine_reference:
         engine = engine_reference("ask.engine_reference", message.engine_reference)
         if engine.source.engine_id not in names:
@@ -196,7 +196,7 @@ def ask(message: pb.Ask, asker: EngineRef, host: str) -> tuple[Named, Ask]:
         raise InvalidField("ask.wait", f"{wait} s", f"at most {MAX_ASK_WAIT:g} s")
     prompt.DiscardUnknownFields()
     encoded = prompt.SerializeToString()
-    return engine, Ask(named.router_key, message.reference, encoded, message.first_token, wait, asker, host)
+    return names, engine, Ask(named.router_key, message.reference, encoded, message.first_token, wait, asker, host)
 
 
 _MISSES = {reason.value: reason for reason in MissReason if reason is not MissReason.NO_ANSWER}

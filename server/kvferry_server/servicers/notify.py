@@ -187,19 +187,21 @@ def _from_reader(
 
 
 def _ask(home: Home, sender: EngineRef, caller: Caller, message: pb.Ask) -> pb.NotificationResult:
-    engine, ask = decode.ask(message, sender, caller.host)
-    if not engine.key and not caller.names:
+    names, engine, ask = decode.ask(message, sender, caller.host)
+    if engine is None and not caller.names:
         # Whoever may ask learns what an engine has computed, so the name of an engine alone is not enough.
         raise NotAllowed(
             "a caller without a certificate has to name the engine by its engine_reference",
             identity="",
             role="reader",
-            engine_id=engine.source.engine_id,
+            engine_id=names[0],
             method="Notify.ask",
         )
     with home.turn():
-        source = home.engines.find_live(engine.source.engine_id, engine.source.incarnation).ref
-        if engine.key:
+        if engine is None:
+            source = home.engines.find_named(names)[0].ref
+        else:
+            source = home.engines.find_live(engine.source.engine_id, engine.source.incarnation).ref
             home.lessor.check_reference(source, 0, engine.key)
         home.routing.ask(source, ask)
     return _done()

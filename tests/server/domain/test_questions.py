@@ -171,6 +171,21 @@ def test_publication_after_the_end_of_its_question_is_released_at_once(asked: As
     assert asked.outcomes() == {QuestionOutcome.UNANSWERED: 1}
 
 
+def test_asker_that_comes_after_a_late_answer_is_told_of_the_miss(asked: Asked) -> None:
+    """Not of the release of a publication that it never had."""
+    asked.ask()
+    asked.scene.wait(WAIT)
+    asked.answer()
+    assert missed(asked.find) == "NO_ANSWER"
+    assert missed(asked.ask) == "NO_ANSWER"
+    asked.withdraw()
+    assert asked.scene.told() == [(1, PublicationOutcome.DECLINED)]
+    asked.ask("second")
+    asked.scene.sources.miss(P, 2, MissReason.BUSY)
+    asked.answer("second", 2)
+    assert missed(lambda: asked.find("second")) == "BUSY"
+
+
 def test_publication_for_a_question_that_was_never_asked_is_released_at_once(asked: Asked) -> None:
     asked.answer()
     assert asked.scene.told() == [(1, PublicationOutcome.DECLINED)]
@@ -409,6 +424,27 @@ def test_questions_end_with_their_engine(asked: Asked, how: str) -> None:
         asked.ask("second")
     asked.routing.end_wait(waiting)
     # Neither the deadline of its question nor its memory is left.
+    asked.scene.wait(5)
+    assert asked.records.memory.used == 0
+
+
+@pytest.mark.parametrize("how", ["retired", "evicted"])
+def test_questions_end_with_an_engine_whose_last_publication_is_due_at_that_moment(asked: Asked, how: str) -> None:
+    """The home forgets such an engine at once, and must not keep its questions: their deadlines would stop it."""
+    asked.scene.publish()
+    asked.scene.wait(TIMES.hold - 0.125)
+    asked.ask(wait=2.0)
+    waiting = asked.wait_for()
+    asked.records.take_changes()
+    # The timers are late, as they always are by some microseconds.
+    asked.scene.clock.pass_by(0.25)
+    if how == "retired":
+        asked.scene.registry.retire(P)
+    else:
+        asked.scene.registry.evict(P)
+    assert asked.outcomes() == {QuestionOutcome.UNANSWERED: 1}
+    assert waiting in asked.records.take_changes()
+    asked.routing.end_wait(waiting)
     asked.scene.wait(5)
     assert asked.records.memory.used == 0
 

@@ -4,7 +4,7 @@ its scheduler, the answer, and what is refused."""
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,13 @@ from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.policy import PolicyRole
+from kvferry_server.domain.routing import Routing
 from kvferry_server.domain.watch_feed import Numbered, Process, QuestionEnded, Role
 from kvferry_server.home.time_slices import TimeSlice
 from kvferry_server.home.watch import watch as watch_stream
 from kvferry_server.servicers.access import TABLE
+from kvferry_server.servicers.notify import notify
+from kvferry_server.servicers.relay import Caller, Relays
 from tests.server.servicers.routers import begin, decline, engine, released
 from tests.support.node_in_process import (
     ADVERTISE,
@@ -94,7 +97,8 @@ def event_of(message: Any) -> Any:
 
 @pytest_asyncio.fixture
 async def watch(node: Node) -> Watch:
-    """The Watch of the scheduler of P, whose one rank is there."""
+    """The Watch of the scheduler of P, whose one rank is there. Questions are numbered from 1."""
+    node.home.routing = Routing(node.home.records)
     opened = await node.open_engine()
     await node.register()
     return opened
@@ -224,9 +228,7 @@ async def test_watch_that_is_slow_is_not_sent_questions_that_have_ended(node: No
     assert all(question.prompt == prompt for question in sent)
 
 
-async def test_question_that_ends_while_others_are_sent_is_left_out(node: Node) -> None:
-    await node.open_engine()
-    await node.register()
+async def test_question_that_ends_while_others_are_sent_is_left_out(node: Node, watch: Watch) -> None:
     process = Process(P, Role.SCHEDULER)
     async with aclosing(watch_stream(node.home, process, SECRETS[P], node.home.epoch, 0)) as stream:
         assert isinstance(await anext(stream), pb.WatchOpened)
@@ -240,6 +242,33 @@ async def test_question_that_ends_while_others_are_sent_is_left_out(node: Node) 
         assert event_of(await anext(stream)).number == 1
         await decline(node, references[2])
         assert isinstance(await anext(stream), pb.WatchSynced)
+
+
+async def test_watches_that_do_not_take_their_questions_do_not_fill_the_home(tmp_path: Path) -> None:
+    """Watches that were taken over, of one process: each would hold the message of a question."""
+    async with running(tmp_path, Limits(memory=16 << 20, engine_memory=64 << 10)) as node, AsyncExitStack() as streams:
+        await node.open_engine()
+        await node.register()
+        given = await asked(node, prompt=pb.Prompt(token_ids=range(100_000, 350_000)), wait=Duration(seconds=2))
+        process, host, used = Process(P, Role.SCHEDULER), "192.0.2.7", node.home.memory.used
+
+        async def stuck() -> bool:
+            """Open a Watch that takes nothing more once it is sent the question; return whether it was sent it."""
+            stream = watch_stream(node.home, process, SECRETS[P], b"", 0, host)
+            await streams.enter_async_context(aclosing(stream))
+            assert isinstance(await anext(stream), pb.WatchOpened)
+            return isinstance(await anext(stream), Numbered)
+
+        sent = [await stuck() for _ in range(40)]
+        assert sent == sorted(sent, reverse=True)
+        assert 2 <= sum(sent) <= 8
+        assert node.home.memory.used - used > sum(sent) * 1_000_000
+        # Nobody else has less room: another host's Watch is sent the question.
+        host = "192.0.2.8"
+        assert await stuck()
+        await decline(node, given)
+        await streams.aclose()
+        assert node.home.memory.used < used
 
 
 async def test_large_prompt_reaches_the_source_whole(node: Node, watch: Watch) -> None:
@@ -262,6 +291,20 @@ async def test_engine_has_to_be_named_by_its_engine_reference_without_a_certific
     error = await refused(node, engine_reference=engine_reference(E))
     assert isinstance(error, InvalidField)
     assert error.values["field"] == "ask.engine_reference"
+
+
+@pytest.mark.parametrize("name", [P.engine_id, f"{P.engine_id}_dp0"])
+async def test_engine_is_asked_by_either_name_that_the_reference_may_mean(node: Node, name: str) -> None:
+    """As it is read by."""
+    ref = engine(name)
+    watch = await node.open_engine(ref)
+    await node.register(ref=ref)
+    given = question_reference(ADVERTISE, P.engine_id)
+    request = pb.NotifyRequest(sender=proto(D), notifications=[asks(given, engine_reference="")])
+    caller = Caller("192.0.2.7", frozenset({b"a name in a certificate"}))
+    answer = await notify(node.home, Relays(ADVERTISE, None, anywhere=False), request, TIMEOUT, caller)
+    assert answer.results[0].HasField("done")
+    assert (await watch.next()).question.reference == given
 
 
 async def test_engine_reference_with_a_wrong_key_or_incarnation_is_refused(node: Node, watch: Watch) -> None:
@@ -293,11 +336,20 @@ async def test_home_that_recovers_or_drains_is_asked_again(tmp_path: Path) -> No
         await node.register()
         assert isinstance(await refused(node), HomeRecovering)
         await node.source(*snapshot())
-        given = await asked(node)
-        read = await begin(node, given)
         node.home.drain()
-        assert isinstance(await raised(read), ServerDraining)
         assert isinstance(await refused(node), ServerDraining)
+
+
+async def test_questions_end_when_their_home_begins_to_drain(node: Node, watch: Watch) -> None:
+    """It takes no answer any more: the asker computes at once, and the source pins no blocks for it."""
+    given = await asked(node, wait=Duration(seconds=2))
+    read = await begin(node, given)
+    assert await watch.kinds(1) == ["question"]
+    node.home.drain()
+    error = await raised(read)
+    assert isinstance(error, PrefixMiss)
+    assert error.values["why"] == "NO_ANSWER"
+    assert await watch.kinds(2) == ["question_ended", "draining"]
 
 
 async def test_home_of_another_engine_is_not_asked(node: Node, watch: Watch) -> None:
@@ -353,6 +405,23 @@ async def test_miss_takes_the_session_of_the_source_and_a_reason(node: Node, wat
     read = await begin(node, given)
     await publish(node, given)
     assert (await read).accepted.publication == 1
+
+
+async def test_miss_that_comes_after_a_restart_of_the_home_is_about_no_other_question(tmp_path: Path) -> None:
+    """R6: it was sent to the home before, and is repeated while that home is away."""
+    numbers = list[int]()
+    for _ in range(2):
+        async with running(tmp_path) as node:
+            watch = await node.open_engine()
+            await node.register()
+            given = await asked(node)
+            numbers.append((await watch.next()).question.number)
+            if len(numbers) == 2:
+                await node.source(miss(numbers[0]))
+            read = await begin(node, given)
+            assert (await publish(node, given)).HasField("published")
+            assert (await read).accepted.publication == 1
+    assert numbers[0] != numbers[1]
 
 
 async def test_asking_needs_the_reader_role_of_every_engine_that_the_reference_may_mean() -> None:
