@@ -195,10 +195,11 @@ bench: setup ## Run the benchmarks, and write docs/performance.md from them (TOP
 	@.venv/bin/python -m benchmarks $(TOPICS)
 	@.venv/bin/python -m benchmarks.report
 
-bench-vllm: $(VLLM_VENV) ## Compare with vLLM's own connector, in a real vLLM
+bench-vllm: $(VLLM_VENV) ## Compare with vLLM's own connector, and with computing, in a real vLLM
 	@$(VLLM_FOLDER)/bin/python -m benchmarks.vllm_pd
 	@$(VLLM_FOLDER)/bin/python -m benchmarks.vllm_concurrent
 	@$(VLLM_FOLDER)/bin/python -m benchmarks.vllm_waiting
+	@$(VLLM_FOLDER)/bin/python -m benchmarks.vllm_prefix
 
 # mkdocs reads the code without importing it: neither torch nor NIXL is needed.
 DOCS_VENV := .venv-docs/.installed

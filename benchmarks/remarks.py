@@ -62,4 +62,7 @@ REMARKS = {
     "a core, and there were two cores; at TP 2 to 1 it has three agents.",
     "vllm concurrent": "the table of its page has vLLM's own step, which computes the first token: its attention reads "
     "the whole prompt, however its blocks have come there.",
+    "vllm prefix": "the table of its page has the same prompt with the prefix in the engine's own cache: that is "
+    "vLLM's step over the last tokens. What a fetch takes longer is its question, its read and the wait for the next "
+    "step.",
 }

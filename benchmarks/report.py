@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks import breakdown, model, vllm_concurrent_goals, vllm_goals
+from benchmarks import breakdown, model, vllm_concurrent_goals, vllm_goals, vllm_prefix_goals
 from benchmarks.goals import GOALS
 from benchmarks.handshakes import RANKS
 from benchmarks.limits import ADDED, ALONE, BESIDE, CONNECTING, HANDED, HANDSHAKE, LONG_PAUSED, MET, PAUSED, READ
@@ -27,7 +27,7 @@ TABLES = FOLDER / "RESULTS.md"
 def goals(results: Results) -> str:
     """The table of goals."""
     rows = [(goal.what, goal.against, goal.wanted(), goal.found(results), goal.missed_by(results)) for goal in GOALS]
-    rows += [vllm_goals.row(vllm_goals.load()), vllm_concurrent_goals.row(vllm_concurrent_goals.load())]
+    rows += [found.row(found.load()) for found in (vllm_goals, vllm_concurrent_goals, vllm_prefix_goals)]
     return Table("", ("what", "against", "goal", "measured", "missed by"), rows).lines()
 
 
@@ -42,6 +42,8 @@ def reasons(results: Results) -> str:
     lines.append(f"- **vLLM**: {REMARKS['vllm']}")
     if not vllm_concurrent_goals.met(vllm_concurrent_goals.load()):
         lines.append(f"- **vLLM, both asked at once**: {REMARKS['vllm concurrent']}")
+    if not vllm_prefix_goals.met(vllm_prefix_goals.load()):
+        lines.append(f"- **vLLM, a prefix that another engine has**: {REMARKS['vllm prefix']}")
     return "\n".join(lines)
 
 

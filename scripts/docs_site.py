@@ -26,6 +26,7 @@ PAGES = {
     "benchmarks/RESULTS.md": "benchmarks.md",
     "benchmarks/RESULTS-vllm.md": "benchmarks-vllm.md",
     "benchmarks/RESULTS-vllm-concurrent.md": "benchmarks-vllm-concurrent.md",
+    "benchmarks/RESULTS-vllm-prefix.md": "benchmarks-vllm-prefix.md",
     "examples/grpcurl.md": "grpcurl.md",
     "protos/kvferry/v1": "reference/rpc.md",
 }

@@ -15,6 +15,9 @@ from benchmarks.topics import TOPICS
 from benchmarks.vllm_concurrent_goals import PARTS, STEP
 from benchmarks.vllm_concurrent_goals import row as concurrent_row
 from benchmarks.vllm_goals import OURS, THEIRS, row
+from benchmarks.vllm_prefix_goals import COMPUTED, FETCHED, OWN
+from benchmarks.vllm_prefix_goals import row as prefix_row
+from benchmarks.vllm_prefix_goals import verdict as prefix_verdict
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +41,7 @@ def test_the_results_have_every_topic_and_survive_being_written(results: Results
 
 def test_missed_goals_are_all_explained(results: Results) -> None:
     """Whatever a run finds: each goal has its remark."""
-    assert set(REMARKS) == {goal.key for goal in GOALS} | {"vllm", "vllm concurrent"}
+    assert set(REMARKS) == {goal.key for goal in GOALS} | {"vllm", "vllm concurrent", "vllm prefix"}
     for goal in GOALS:
         assert (f"({goal.found(results)})" in reasons(results)) or goal.met(results)
 
@@ -79,6 +82,15 @@ def test_the_line_of_both_asked_at_once_says_what_is_left_without_vllms_own_step
     }
     *_, found, missed = concurrent_row(samples)
     assert (found, missed) == ("1.50, without vLLM's own step 1.30", "1.15 ×")
+
+
+def test_the_line_of_fetched_prefixes_has_the_medians_in_the_computed_one() -> None:
+    samples = {COMPUTED: [1.0, 2.0, 9.0], FETCHED: [0.1, 1.2, 1.3], OWN: [0.1, 0.5, 3.0]}
+    *_, found, missed = prefix_row(samples)
+    assert (found, missed) == ("0.60, with the prefix in its own cache 0.25", "1.20 ×")
+    *_, missed = prefix_row({**samples, FETCHED: [0.1, 1.0, 1.3]})
+    assert missed == ""
+    assert prefix_verdict(samples) == "Goal: fetched takes at most 0.5 of computed. Measured: 0.60; missed by 1.20 ×."
 
 
 def test_worst_cell_decides_a_goal(results: Results) -> None:

@@ -119,6 +119,7 @@ def main() -> None:
         "end_begun": end_begun,
         "metric": metric,
         "exchange_tokens": exchange_tokens,
+        "reset_prefix_cache": engine.reset_prefix_cache,
     }
     say("ready")
     for line in sys.stdin:
