@@ -289,8 +289,8 @@ def test_prepared_lists_of_a_peer_have_a_bounded_number_of_rows(
         at = np.uint64(number * 512)
         rows = np.uint64(source.base) + at + steps, np.uint64(memory.base) + at + steps, np.full(8, 64, np.uint64)
         # The sixth has more rows than may be kept.
-        more = (np.tile(column, 200 if number == 5 else 1) for column in rows)
-        blocks = BlockRows(*more, 64, 64, 1, 1)
+        there, here, length = (np.tile(column, 200 if number == 5 else 1) for column in rows)
+        blocks = BlockRows(there, here, length, 64, 64, 1, 1)
         handles.append(agent.make(source.name, Descriptors(DRAM, *rows, *ONE_RUN, blocks=blocks)))
         kept.append(len(agent._added[source.name].lists))
     assert kept == [1, 2, 3, 3, 3, 1, 1, 2]
