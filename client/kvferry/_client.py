@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, Cache, runtime_of
@@ -60,7 +60,7 @@ class RegisterCache(Declared):
     rank: int = 0
     _: KW_ONLY
     tensors: Mapping[str, Tensor] | None = None
-    token: EngineToken | str | None = None
+    token: EngineToken | str | None = field(default=None, repr=False)
     timeout: float = OPEN_TIMEOUT
 
     def __post_init__(self) -> None:

@@ -15,6 +15,8 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from kvferry.errors import InvalidField
+
 # Nothing here imports gRPC or protobuf before it is called: `kvferry --help` has to be quick.
 if TYPE_CHECKING:
     from google.protobuf.duration_pb2 import Duration
@@ -140,14 +142,17 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def as_dict(message: Message) -> dict[str, Any]:
-    """Return a message as JSON's values."""
-    from google.protobuf.json_format import MessageToDict
+    """Return a message as JSON's values; raises `InvalidField` if it has none, as for a duration of a million years."""
+    from google.protobuf.json_format import Error, MessageToDict
 
     # protobuf 5.26 renamed the option.
     accepted = inspect.signature(MessageToDict).parameters
     zeros = "always_print_fields_with_no_presence"
     options: dict[str, Any] = {zeros if zeros in accepted else "including_default_value_fields": True}
-    found: dict[str, Any] = MessageToDict(message, preserving_proto_field_name=True, **options)
+    try:
+        found: dict[str, Any] = MessageToDict(message, preserving_proto_field_name=True, **options)
+    except Error as error:
+        raise InvalidField(message.DESCRIPTOR.name, str(error), "a message that JSON can hold") from None
     _write_bytes_in_hex(message, found)
     return found
 

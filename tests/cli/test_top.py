@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from kvferry._cli.render import console
-from kvferry._cli.top import Look, Peers, Screen, busiest, newest
+from kvferry._cli.top import Look, Peers, Screen, busiest, newest, print_looks
 from kvferry._clock import now, to_duration
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -314,3 +314,14 @@ def test_busiest_pairs_come_first() -> None:
 def test_names_of_peers_cannot_control_the_terminal() -> None:
     look = Look("s", peers=[Peers("\x1b[2J", "d", 1)], transfers=[read_of(1)])
     assert "\x1b[2J" not in "\n".join(drawn([look], 40))
+
+
+def test_a_server_whose_answer_is_no_json_does_not_end_the_look_at_the_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    broken, good = read_of(2, size=5), read_of(1)
+    broken.lease_remaining.seconds = 10**15
+    print_looks([Look("bad", transfers=[broken]), Look("good", transfers=[good])])
+    first, second = json.loads(capsys.readouterr().out)["transfers"]
+    assert (first["server"], second["server"], second["publication"]) == ("bad", "good", "1")
+    assert "lease_remaining" in first["error"]

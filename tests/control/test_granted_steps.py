@@ -191,9 +191,11 @@ def test_a_home_of_another_version_takes_over_between_two_steps(newer: str) -> N
 
 def test_a_home_that_says_more_of_a_step_takes_over_between_two_steps() -> None:
     """Its release is a later one: this reader does not know the field."""
-    plain = pb.Blocks(groups=[part("full", 0, 16, (1, 1))])
-    unknown = pb.Blocks.FromString(plain.SerializeToString() + NEW_FIELD)
-    for before, after in ((plain, unknown), (unknown, plain)):
+    group = part("full", 0, 16, (1, 1))
+    more = pb.GroupBlocks.FromString(group.SerializeToString() + NEW_FIELD)
+    plain, of_group = pb.Blocks(groups=[group]), pb.Blocks(groups=[more])
+    of_step = pb.Blocks.FromString(plain.SerializeToString() + NEW_FIELD)
+    for before, after in ((plain, of_step), (of_step, plain), (plain, of_group), (of_group, plain)):
         steps = GrantedSteps()
         steps.add([before])
         steps.again()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvferry.engine.step_order import MAX_EARLY, StepOrders
 from kvferry.engine.values import GrantStep
+from kvferry.errors import InvalidField
 
 
 def step(read_id: str, index: int) -> GrantStep:
@@ -45,3 +48,10 @@ def test_a_forgotten_read_begins_anew() -> None:
     orders.put(step("r", 1), {"r"})
     orders.forget("r")
     assert orders.take("r") == []
+
+
+@pytest.mark.parametrize("index", [0, -1])
+def test_a_step_with_an_index_that_never_comes_is_refused(index: int) -> None:
+    """Such a step would count as a repeated one, and its read would wait for it until its deadline."""
+    with pytest.raises(InvalidField, match="at least 1"):
+        GrantStep.of({**step("r", 1).plain(), "index": index})

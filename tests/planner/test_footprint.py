@@ -288,10 +288,58 @@ def test_staged_rows_begin_and_end_in_blocks_of_the_request(name: str) -> None:
 def test_effort_counts_the_lookups_of_descriptors(name: str, slabs: int) -> None:
     """Once per group, however many planes it has, unless they lie over each other."""
     for _, _, read in small(name):
-        assert footprint_of(read).effort(raw_of([(1, 1, 1)] * 5)) == 5 * slabs
+        assert footprint_of(read).check(raw_of([(1, 1, 1)] * 5), 0) == 5 * slabs
         ones = np.ones(5, np.uint64)
         some = Descriptors(DRAM, ones[:3], ones[:3], ones[:3], ones, ones, ones)
-        assert footprint_of(read).effort(some) == (3 + 5) * slabs
+        assert footprint_of(read).check(some, 0) == (3 + 5) * slabs
+
+
+def test_effort_counts_each_descriptor_of_rows_that_have_no_block_of_their_own() -> None:
+    """A source whose planes lie over each other must not keep the loop of a reader, and so its leases, from going on:
+    the rows run on from the block of one plane into the next block of another."""
+    blocks = {"full": Blocks(range(10))}
+    over, beside = lapped("p", step=60, block=100), lapped("d", step=60, block=128)
+    (read,) = plan_read(over, beside, 0, rule=PathRule(Path.DIRECT)).expand(blocks, blocks).sources
+    rows, length = np.array([LAPPED, LAPPED + 1], np.uint64), np.full(2, 118, np.uint64)
+    there, here = (np.arange(10, dtype=np.uint64) * np.uint64(block) for block in (100, 128))
+    some = Descriptors(DRAM, rows, rows, length, there, here, np.ones(10, np.uint64))
+    lookups = 2 * (2 + 10 + 20)
+    assert footprint_of(read).check(some, lookups - 1) == lookups
+    with pytest.raises(InvalidField, match="the request's blocks"):
+        footprint_of(read).check(some, lookups)
+
+
+LAPPED = 1 << 20
+
+
+def lapped(engine_id: str, step: int, block: int) -> EngineGeometry:
+    """Ten blocks of 60 bytes of two planes that share bytes, if `block` is less than twice the `step` between them."""
+    group = Group("full", block_tokens=1, num_blocks=10)
+    planes = (
+        Plane(
+            layer="layers.0",
+            component=component,
+            group="full",
+            format="plain",
+            dtype="uint8",
+            memory_kind=MemoryKind.DRAM,
+            device=0,
+            base=base,
+            num_blocks=10,
+            block_stride=block,
+            page_tokens=1,
+            page_stride=0,
+            block_states=1,
+            unit_stride=0,
+            token_stride=0,
+            state_bytes=60,
+            axis_size=1,
+            units=Interval(0, 1),
+            shared=block < 2 * step,
+        )
+        for component, base in (("key", LAPPED), ("value", LAPPED + step))
+    )
+    return EngineGeometry(engine_id, (group,), (RankGeometry(0, tuple(planes)),))
 
 
 # --- rows and runs ----------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_transport": {*BASE, "stats", "geometry", "planner", "_memory"},
     "_wire": {*BASE, "geometry", "planner", "_prompt", "v1"},
     "_directory": {*BASE, "_wire"},
-    "_summaries": {"_clock", "_wire", "v1"},
+    "_summaries": {"errors", "_clock", "_wire", "v1"},
     "_control": {
         *BASE,
         "_loop",

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from kvferry._clock import now
+from kvferry._transport import nixl_agent
 from kvferry._transport.bounds import RegionMap, check_agent, check_blocks, check_descriptors
-from kvferry._transport.nixl_agent import AgentInfo, NixlOptions, ReadingAgent
+from kvferry._transport.nixl_agent import AgentInfo, HandleState, NixlOptions, ReadingAgent
 from kvferry._transport.transport import TransferState
 from kvferry.errors import BadAgentMetadata, InvalidField
 from kvferry.geometry import MemoryKind, MemoryRegion
@@ -273,6 +274,35 @@ def test_the_reading_agent_itself_refuses_as_well(ucx_tls: str, source: Source, 
     assert agent.destroy()
     assert memory.untouched()
     assert source.alive()
+
+
+def test_prepared_lists_of_a_peer_have_a_bounded_number_of_rows(
+    ucx_tls: str, source: Source, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A source may name other layers at each step, each with a list of its own. A made read keeps its list."""
+    monkeypatch.setattr(nixl_agent, "ROWS_PER_PEER", 3 * (nixl_agent.ROWS_PER_LIST + 8))
+    agent = ReadingAgent(f"bounded-{ucx_tls}", [memory.region], NixlOptions(ucx_tls=ucx_tls))
+    agent.add_peer(source.info)
+    steps = np.arange(8, dtype=np.uint64) * np.uint64(64)
+    handles, kept = [], []
+    for number in range(8):
+        at = np.uint64(number * 512)
+        rows = np.uint64(source.base) + at + steps, np.uint64(memory.base) + at + steps, np.full(8, 64, np.uint64)
+        # The sixth has more rows than may be kept.
+        there, here, length = (np.tile(column, 200 if number == 5 else 1) for column in rows)
+        blocks = BlockRows(there, here, length, 64, 64, 1, 1)
+        handles.append(agent.make(source.name, Descriptors(DRAM, *rows, *ONE_RUN, blocks=blocks)))
+        kept.append(len(agent._added[source.name].lists))
+    assert kept == [1, 2, 3, 3, 3, 1, 1, 2]
+    for handle in handles:
+        state = handle.post()
+        while state is HandleState.MOVING:
+            state = handle.check()
+        assert state is HandleState.DONE
+        handle.release()
+    assert (memory.bytes[:4096] == source.bytes[:4096]).all()
+    agent.remove_peer(source.name)
+    assert agent.destroy()
 
 
 def past_the_memory(source: Source, memory: Memory) -> Descriptors:

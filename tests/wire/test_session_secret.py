@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-from kvferry import EngineToken
+from kvferry import EngineSpec, EngineToken, Group
+from kvferry._client import RegisterCache
 from kvferry._wire.authority import engine_key, incarnation_of, new_session_secret, publication_key, read_id_of
 
 SECRET = bytes(range(32))
@@ -48,3 +49,10 @@ def test_a_token_carries_the_secret_and_shows_the_incarnation() -> None:
     assert token.incarnation == incarnation_of(SECRET)
     assert repr(SECRET)[2:-1] not in repr(token)
     assert SECRET.hex() not in repr(token)
+
+
+def test_the_arguments_of_a_registration_do_not_show_its_token() -> None:
+    token = str(EngineToken("prefill", SECRET, "node:1"))
+    assert token not in repr(
+        RegisterCache(EngineSpec("prefill", (Group("full", block_tokens=1, num_blocks=1),)), token=token)
+    )

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvferry._cli.connection import DEFAULT_SERVER, Connection, Node, with_connection
 from kvferry._cli.render import console, listing, safe, table
 from kvferry._summaries import as_dict, size, transfer_row
-from kvferry.errors import KvferryError
+from kvferry.errors import InvalidField, KvferryError
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -74,7 +74,7 @@ def top(
             # The channels, which are closed after the pool, end calls in progress.
             stack.callback(threads.shutdown, wait=False, cancel_futures=True)
             drawn = sys.stdout.isatty() and not (once or as_json)
-            show = stack.enter_context(_screen(interval)) if drawn else _print_json if as_json else _print_lines
+            show = stack.enter_context(_screen(interval)) if drawn else print_looks if as_json else _print_lines
             while True:
                 began = time.monotonic()
                 looks = list(threads.map(Looker.look, lookers))
@@ -90,14 +90,23 @@ def top(
         raise typer.Exit(0) from None
 
 
-def _print_json(looks: Sequence[Look]) -> None:
+def print_looks(looks: Sequence[Look]) -> None:
+    """Print looks as one line of JSON."""
     values = {
         "time": time.time(),
         "servers": [{name: getattr(look, name) for name in SHOWN} | {"bytes_per_second": look.rate} for look in looks],
         "peers": [{"server": server, **dataclasses.asdict(peers)} for server, peers in busiest(looks)[:MOST_LISTED]],
-        "transfers": [{"server": server, **as_dict(read)} for server, read in newest(looks)[:MOST_LISTED]],
+        "transfers": [{"server": server, **_values(read)} for server, read in newest(looks)[:MOST_LISTED]],
     }
     print(json.dumps(values), flush=True)
+
+
+def _values(read: ipb.TransferSummary) -> dict[str, Any]:
+    try:
+        return as_dict(read)
+    except InvalidField as error:
+        # One node server's answer must not hide the others'.
+        return {"error": error.message}
 
 
 def _print_lines(looks: Sequence[Look]) -> None:

@@ -78,6 +78,8 @@ class GrantedSteps:
         for step in steps:
             if step.step != self._received:
                 raise InvalidField("number of a publication's step", step.step, f"{self._received}, the next one")
+            # Also in its groups: a home that is replaced by one of another version begins to send them, or stops.
+            step.DiscardUnknownFields()
             digest = _digest(step)
             if self._received == len(self._digests):
                 self._size += step.ByteSize() + STEP_BYTES

@@ -32,8 +32,9 @@ __all__ += ["ServingAgent", "WrongThread"]
 
 WARM_UP_BYTES = 64
 
-LISTS_PER_PEER = 1024
-"""Rows of blocks of which prepared lists are kept, per peer."""
+ROWS_PER_PEER, ROWS_PER_LIST = 1 << 18, 256
+"""Rows of prepared lists that are kept per peer, at 140 bytes each; each list counts as some rows more. A source that
+never names the same layers twice has other lists for each step."""
 
 INDEX_LIMIT = 1 << 31
 """NIXL takes int32 indices, and truncates larger ones silently."""
@@ -302,9 +303,11 @@ class ReadingAgent:
         )
         # The rows are kept, so that no others get their identity.
         lists[key] = (blocks, local, remote)
-        if len(lists) > LISTS_PER_PEER:
+        kept = sum(ROWS_PER_LIST + len(rows.length) for rows, _, _ in lists.values())
+        while kept > ROWS_PER_PEER and len(lists) > 1:
             # Handles made from a prepared list have their own copy of the list.
-            _, (_, old_local, old_remote) = lists.popitem(last=False)
+            _, (old, old_local, old_remote) = lists.popitem(last=False)
+            kept -= ROWS_PER_LIST + len(old.length)
             self._release_lists(old_local, old_remote)
         return local, remote
 

@@ -106,7 +106,7 @@ class Transport:
         """
         infos: dict[str, AgentInfo] = {}
         late: set[int] = set()
-        effort = 0
+        room = AT_ONCE
         local = self._map
         if spaces:
             local = RegionMap("this rank", (*self._regions, *(space.region for space in spaces)))
@@ -118,12 +118,10 @@ class Transport:
             for some in part.descriptors:
                 check_descriptors(some, local, remote)
             if part.footprint is not None:
-                effort += sum(map(part.footprint.effort, part.descriptors))
-                if effort > AT_ONCE:
-                    late.add(index)
-                    continue
                 for some in part.descriptors:
-                    part.footprint.check(some)
+                    room -= part.footprint.check(some, room)
+                if room < 0:
+                    late.add(index)
         every: list[Descriptors | StagedRead] = []
         for _, part in parts:
             every += [*part.descriptors, *part.staged]

@@ -134,6 +134,9 @@ class GrantStep(_Plain):
     unfinished: Unfinished | None = None
     lease_id: bytes = field(default=b"", repr=False)
 
+    def __post_init__(self) -> None:
+        integer("index", self.index, 1)
+
     def blocks(self) -> dict[str, Blocks]:
         """Decode the source's blocks, by group."""
         return {runs.group: runs.blocks() for runs in self.granted}

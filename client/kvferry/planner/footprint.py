@@ -9,6 +9,7 @@ position within the right block.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import inf
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,7 +29,7 @@ _Space: TypeAlias = tuple[MemoryKind, int]
 EXPECTED = "of the request's blocks, to the blocks of the same tokens"
 
 AT_ONCE = 1 << 18
-"""An effort (`Footprint.effort`) up to which a check takes about 0.1 s at most. Where a hundred planes overlap, the
+"""An effort (`Footprint.check`) up to which a check takes about 0.1 s at most. Where a hundred planes overlap, the
 check of a long request takes 15 s and more (measured)."""
 
 
@@ -111,22 +112,30 @@ class Footprint:
         self._map = block_map
         self._blocks = blocks
 
-    def effort(self, descriptors: Descriptors) -> int:
-        """The work of `check`: about the number of descriptors that it looks up (`AT_ONCE`)."""
-        runs = 0 if descriptors.plain else len(descriptors.repeats)
-        return self._map.layers * (len(descriptors.length) + runs)
-
-    def check(self, descriptors: Descriptors) -> None:
+    def check(self, descriptors: Descriptors, most: float = inf) -> int:
         """Raise `InvalidField` unless every descriptor reads blocks of the request into the blocks of the same tokens.
 
         The caller has checked that the descriptors lie inside registered regions (`kvferry._transport.bounds`).
+
+        Returns about the number of lookups that the check needs, the effort. If this is above `most`, the descriptors
+        are not checked.
         """
-        spaces = descriptors.memory.spaces
-        left = (descriptors if descriptors.plain else self._irregular(descriptors, *spaces)).one_by_one()
+        spaces, rows, layers = descriptors.memory.spaces, descriptors, self._map.layers
+        effort = layers * len(rows.length)
+        if not descriptors.plain:
+            effort += layers * len(rows.repeats)
+            if effort > most:
+                return effort
+            # Where a source's planes lie over each other, rows may need a lookup for each run.
+            rows = self._irregular(descriptors, *spaces)
+            effort += layers * rows.count
+        if effort > most:
+            return effort
+        left = rows.one_by_one()
         while True:
             left = left.rows(self._unknown(left, *spaces))
             if not left.count:
-                return
+                return effort
             # A descriptor may span planes that are adjacent on both sides: it is checked piece by piece.
             room = np.minimum(
                 _room(self._map.source, self._blocks, spaces[0], left.source),
