@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +12,7 @@ from typing import Any
 from kvferry import MissReason, Publication, Question, Release
 from kvferry.engine import SchedulerPort
 from kvferry.errors import KvferryError
-from kvferry.geometry.blocks import Blocks
-from kvferry.integrations.vllm.cached import Lookup, PrefixCache
+from kvferry.integrations.vllm.cached import Hit, Lookup, PrefixCache
 from kvferry.integrations.vllm.outgoing import BlockHold, ids_of
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.values import Summed
@@ -32,7 +31,7 @@ class _Answer:
     """Blocks that are held for a question, and published when every rank has ended `step`."""
 
     question: Question
-    blocks: Mapping[str, Blocks]
+    hit: Hit
     held: BlockHold
     step: int
     publication: Publication | None = None
@@ -60,6 +59,8 @@ class Answers:
         self._found: deque[_Answer] = deque()
         self._published: dict[int, _Answer] = {}
         """By the numbers of their publications."""
+        self._holders: Counter[int] = Counter()
+        """How many answers hold each block: of one prompt, and of one beginning, there may be thousands."""
         self._sums: list[Summed] = []
 
     def bind(self, cache: PrefixCache) -> None:
@@ -100,6 +101,9 @@ class Answers:
     def work(self) -> bool:
         """Look up what the new questions ask for, a bounded part of it; return whether there was a question."""
         questions = self._port.questions()
+        if questions:
+            # Ended ones must not wait for their turn: each may have 1 MiB.
+            self._open = deque(waiting for waiting in self._open if waiting[0].open)
         for question in questions:
             lookup = None if self._cache is None else self._cache.lookup(question.prompt)
             if lookup is None:
@@ -123,35 +127,35 @@ class Answers:
         while self._found and self._found[0].step <= ended:
             answer = self._found.popleft()
             if not answer.question.open:
-                answer.held.free()
+                self._free(answer)
                 continue
             try:
                 publication = self._port.publish(
                     f"prefix-{answer.question.number}",
-                    answer.blocks,
+                    answer.hit.blocks,
                     checksums=self._setup.sums,
                     reference=answer.question.reference,
                     prompt=answer.question.prompt,
                 )
             except KvferryError as error:
-                answer.held.free()
+                self._free(answer)
                 logger.info("question %d could not be answered: %s", answer.question.number, error)
                 continue
             answer.publication = publication
             self._published[publication.number] = answer
             self._count("prefixes_published")
             if self._setup.sums:
-                self._sums.append(Summed(publication.number, answer.blocks))
+                self._sums.append(Summed(publication.number, answer.hit.blocks))
 
     def lost(self, blocks: Iterable[int]) -> None:
-        """Withdraw answers with blocks into which another connector could not load."""
+        """Withdraw answers that were computed from blocks into which another connector could not load."""
         bad = set(blocks)
-        for answer in [answer for answer in self._found if answer.held.any_of(bad)]:
+        for answer in [answer for answer in self._found if bad & answer.hit.computed_from]:
             self._found.remove(answer)
-            answer.held.free()
+            self._free(answer)
             self._port.miss(answer.question, MissReason.NOT_CACHED)
         for answer in self._published.values():
-            if answer.publication is not None and answer.held.any_of(bad):
+            if answer.publication is not None and bad & answer.hit.computed_from:
                 # If the session has ended, so has the publication.
                 with suppress(KvferryError):
                     self._port.abort(answer.publication)
@@ -164,7 +168,7 @@ class Answers:
             if answer is None:
                 others.append(release)
             else:
-                answer.held.free()
+                self._free(answer)
         return others
 
     def take_sums(self) -> list[Summed]:
@@ -175,19 +179,24 @@ class Answers:
     # Internal.
 
     def _answer(self, cache: PrefixCache, question: Question, lookup: Lookup) -> None:
-        blocks = cache.find(lookup, question.first_token)
-        if blocks is None:
+        hit = cache.find(lookup, question.first_token)
+        if hit is None:
             self._port.miss(question, MissReason.NOT_CACHED)
             return
-        if self._holds_with(blocks) > self._most:
+        ids = ids_of(hit.blocks)
+        if len(self._holders) + sum(block not in self._holders for block in set(ids)) > self._most:
             self._port.miss(question, MissReason.BUSY)
             return
         held = BlockHold(cache.pool)
-        held.add(blocks)
-        self._found.append(_Answer(question, blocks, held, self._step))
+        held.add(hit.blocks)
+        self._holders.update(ids)
+        self._found.append(_Answer(question, hit, held, self._step))
         self.computed(self._ended)
 
-    def _holds_with(self, blocks: Mapping[str, Blocks]) -> int:
-        """Return how many blocks answers hold with these."""
-        held = {block for answer in (*self._found, *self._published.values()) for block in ids_of(answer.blocks)}
-        return len(held.union(ids_of(blocks)))
+    def _free(self, answer: _Answer) -> None:
+        """Free the blocks of an answer."""
+        answer.held.free()
+        for block in ids_of(answer.hit.blocks):
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                del self._holders[block]

@@ -1,0 +1,91 @@
+"""Questions that no engine would ask, and answers that must not count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from kvferry import MissReason
+from kvferry.geometry.blocks import Blocks
+from kvferry.integrations.vllm import answers
+from kvferry.integrations.vllm.answers import MOST_HASHED
+from kvferry.integrations.vllm.outgoing import ids_of
+from kvferry.testing import Fabric
+from tests.integrations.vllm.played_cache import BLOCK, FULL, STATES, WINDOW
+from tests.integrations.vllm.test_prefix_answers import TEXT, Source
+
+
+@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW), (FULL, STATES)], ids=["full", "window", "states"])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3])
+@pytest.mark.parametrize("recomputed", [1, 3])
+def test_prompt_shorter_than_what_an_asker_computes_itself_is_a_miss(
+    fabric: Fabric, specs: tuple[object, ...], tokens: int, recomputed: int
+) -> None:
+    """A drafter of several modules computes the last tokens again, here more than the prompt has."""
+    engine = Source(fabric, *specs, recomputed=recomputed)
+    engine.compute(TEXT)
+    assert engine.answer(TEXT[:tokens]) is MissReason.NOT_CACHED
+
+
+def test_answer_that_was_computed_from_lost_blocks_is_not_published(fabric: Fabric) -> None:
+    """Another connector could not load a block before the tokens that are asked for."""
+    engine = Source(fabric)
+    engine.schedule(TEXT)
+    lost = engine.manager.get_block_ids(f"r{engine._number}")[0][1]
+    question = engine.ask(TEXT, 5 * BLOCK)
+    engine.answers.begin(1)
+    engine.answers.lost([lost])
+    engine.answers.computed(1)
+    assert engine.port.calls == []
+    assert engine.port.misses == {question.number: MissReason.NOT_CACHED}
+
+
+def test_cost_of_an_answer_does_not_grow_with_those_that_are_held(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may hold its blocks for 10 s, and thousands of one beginning fit into the share."""
+    engine = Source(fabric)
+    engine.compute(TEXT)
+    listed: list[int] = []
+
+    def noted(blocks: Mapping[str, Blocks]) -> list[int]:
+        listed.append(len(blocks))
+        return ids_of(blocks)
+
+    monkeypatch.setattr(answers, "ids_of", noted)
+    costs = []
+    for _ in range(20):
+        before = len(listed)
+        engine.answer(TEXT)
+        costs.append(len(listed) - before)
+    assert len(set(costs)) == 1
+    assert engine.used == 10
+    # The share counts each block once: 100 of 400 blocks.
+    others = [range(begin, begin + 30 * BLOCK) for begin in (1000, 3000, 5000)]
+    for other in others:
+        engine.compute(other)
+    assert not isinstance(engine.answer(others[0]), MissReason)
+    assert not isinstance(engine.answer(others[1]), MissReason)
+    assert not isinstance(engine.answer(others[2]), MissReason)
+    assert engine.used == 100
+    engine.compute(range(7000, 7000 + BLOCK))
+    assert engine.answer(range(7000, 7000 + BLOCK)) is MissReason.BUSY
+    for number in range(1, 21):
+        engine.release(number)
+        assert engine.used == (90 if number == 20 else 100)
+    assert not isinstance(engine.answer(range(7000, 7000 + BLOCK)), MissReason)
+
+
+def test_ended_questions_do_not_wait_behind_a_long_one(fabric: Fabric) -> None:
+    """While steps run that hash a long prompt, an asker may withdraw and ask again, each time with 1 MiB."""
+    engine = Source(fabric)
+    engine.cache._whole = []
+    engine.ask(range(4 * MOST_HASHED + 1))
+    for step in range(3):
+        asked = [engine.ask(TEXT) for _ in range(4)]
+        engine.answers.begin(step)
+        assert len(engine.answers._open) == 5
+        for question in asked:
+            question.open = False
+    assert engine.port.calls == []
