@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
+from vllm.v1.core.block_pool import BlockPool
 
 from kvferry import MissReason
-from kvferry.geometry.blocks import Blocks
-from kvferry.integrations.vllm import answers
 from kvferry.integrations.vllm.answers import MOST_HASHED
-from kvferry.integrations.vllm.outgoing import ids_of
 from kvferry.testing import Fabric
 from tests.integrations.vllm.played_cache import BLOCK, FULL, STATES, WINDOW
 from tests.integrations.vllm.test_prefix_answers import TEXT, Source
@@ -41,25 +40,31 @@ def test_answer_that_was_computed_from_lost_blocks_is_not_published(fabric: Fabr
     assert engine.port.misses == {question.number: MissReason.NOT_CACHED}
 
 
+class Unlisted(dict[int, Any]):
+    """Answers that may be found by their numbers only."""
+
+    def values(self) -> Any:
+        raise AssertionError
+
+
 def test_cost_of_an_answer_does_not_grow_with_those_that_are_held(
     fabric: Fabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each may hold its blocks for 10 s, and thousands of one beginning fit into the share."""
     engine = Source(fabric)
     engine.compute(TEXT)
-    listed: list[int] = []
+    held: list[int] = []
 
-    def noted(blocks: Mapping[str, Blocks]) -> list[int]:
-        listed.append(len(blocks))
-        return ids_of(blocks)
+    def noted(blocks: Sequence[Any]) -> None:
+        held.append(len(blocks))
+        BlockPool.touch(engine.pool, blocks)
 
-    monkeypatch.setattr(answers, "ids_of", noted)
-    costs = []
+    monkeypatch.setattr(engine.pool, "touch", noted)
+    # None looks at the others.
+    engine.answers._published = Unlisted()
     for _ in range(20):
-        before = len(listed)
-        engine.answer(TEXT)
-        costs.append(len(listed) - before)
-    assert len(set(costs)) == 1
+        assert not isinstance(engine.answer(TEXT), MissReason)
+    assert held == [10, *[0] * 19]
     assert engine.used == 10
     # The share counts each block once: 100 of 400 blocks.
     others = [range(begin, begin + 30 * BLOCK) for begin in (1000, 3000, 5000)]
@@ -89,3 +94,15 @@ def test_ended_questions_do_not_wait_behind_a_long_one(fabric: Fabric) -> None:
         for question in asked:
             question.open = False
     assert engine.port.calls == []
+
+
+def test_prompts_are_copied_in_their_turn(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 may come at once, with 200,000 tokens each."""
+    engine = Source(fabric)
+    copied: list[Any] = []
+    lookup = engine.cache.lookup
+    monkeypatch.setattr(engine.cache, "lookup", lambda prompt: copied.append(prompt) or lookup(prompt))  # type: ignore[func-returns-value]
+    for _ in range(64):
+        engine.ask(range(MOST_HASHED))
+    engine.run()
+    assert len(copied) == 4
