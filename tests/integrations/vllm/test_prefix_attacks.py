@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 from vllm.v1.core.block_pool import BlockPool
 
-from kvferry import MissReason
+from kvferry import EngineSpec, MissReason, Prompt
+from kvferry.engine import SchedulerPort, WorkerPort
+from kvferry.errors import PrefixMiss
 from kvferry.integrations.vllm.answers import MOST_HASHED
+from kvferry.integrations.vllm.scheduler import ConnectorScheduler
+from kvferry.integrations.vllm.values import StepsDone, WorkerNews
+from kvferry.integrations.vllm.waking import Engine
 from kvferry.testing import Fabric
-from tests.integrations.vllm.played_cache import BLOCK, FULL, STATES, WINDOW
+from tests.integrations.vllm.played_cache import BLOCK, BLOCKS, FULL, STATES, WINDOW, Cache
 from tests.integrations.vllm.test_prefix_answers import TEXT, Source
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW), (FULL, STATES)], ids=["full", "window", "states"])
@@ -106,3 +114,49 @@ def test_prompts_are_copied_in_their_turn(fabric: Fabric, monkeypatch: pytest.Mo
         engine.ask(range(MOST_HASHED))
     engine.run()
     assert len(copied) == 4
+
+
+def test_engine_that_is_to_pause_holds_nothing_more(fabric: Fabric) -> None:
+    """vLLM completes a pause when there is no work, and it is an error then if blocks are held."""
+    cache = Cache(fabric)
+    cache.compute(TEXT)
+    scheduler = ConnectorScheduler(cache.setup)
+    scheduler._registered = {0}
+    paused: list[bool] = []
+    engine = SimpleNamespace(wake=lambda: None, paused=lambda: bool(paused))
+    scheduler.bind_cache(cache.cache, cast(Engine, engine))
+    scheduler.collect(WorkerNews(steps={0: StepsDone(1, 1)}))
+    with fabric.client() as client:
+        worker = WorkerPort(client, cache.setup.spec, 0)
+        worker.register_memory({"0": torch.zeros((BLOCKS, BLOCK, 16), dtype=torch.uint8)})
+        worker.announce(str(scheduler._port.token))
+        reader = SchedulerPort(client, EngineSpec("reader", cache.setup.spec.groups))
+        source = scheduler._port.engine_reference
+
+        def asked(request_id: str) -> None:
+            reader.ask(request_id, source, Prompt(list(TEXT)), wait=2.0)
+
+        def answered() -> bool:
+            return scheduler.has_work() and cache.used == 10
+
+        asked("before")
+        until(answered)
+        paused.append(True)
+        # However long vLLM asks, there is work while blocks are held.
+        scheduler._rest._until = 0.0
+        assert [scheduler.has_work() for _ in range(3)] == [True] * 3
+        # Nor do others that ask meanwhile prolong that.
+        asked("after")
+
+        def refused() -> bool:
+            scheduler.step({})
+            try:
+                return reader.granted("after") is not None
+            except PrefixMiss as error:
+                return "BUSY" in str(error)
+
+        until(refused)
+        reader.cancel("before")
+        until(lambda: not scheduler.has_work())
+        assert cache.used == 0
+    scheduler.close()

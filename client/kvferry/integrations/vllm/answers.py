@@ -133,18 +133,22 @@ class Answers:
     def holding(self) -> bool:
         return bool(self._published)
 
-    def begin(self, step: int) -> bool:
+    def begin(self, step: int, *, refuses: bool = False) -> bool:
         """Begin a step, after vLLM has scheduled it: see `work`."""
         self._step = step
-        return self.work()
+        return self.work(refuses=refuses)
 
-    def work(self) -> bool:
-        """Look up what the new questions ask for, a bounded part of it; return whether there was a question."""
+    def work(self, *, refuses: bool = False) -> bool:
+        """Look up what the new questions ask for, a bounded part of it; return whether there was a question.
+        `refuses`: the engine is paused, so that nothing more is held."""
         questions = self._port.questions()
         if questions:
             # Ended ones must not wait for their turn: each may have 1 MiB.
             self._open = deque(asked for asked in self._open if asked.question.open)
             self._open += map(_Asked, questions)
+        if refuses:
+            while self._open:
+                self._port.miss(self._open.popleft().question, MissReason.BUSY)
         left = MOST_HASHED
         while self._open and left > 0:
             asked = self._open[0]
