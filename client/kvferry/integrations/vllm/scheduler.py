@@ -150,7 +150,7 @@ class ConnectorScheduler:
             return self._found_here(request_id, load)
         # vLLM calls this for each waiting request in each of its steps, so the rest runs only for requests with news.
         self._take_news()
-        if load.waits:
+        if load.waits and self._now() < load.until:
             return None, False
         matched = self._matched(request, load, computed)
         load.waits = matched is None
@@ -160,7 +160,8 @@ class ConnectorScheduler:
         """Return the answer of `matched_tokens`; None: unknown until there is news."""
         request_id = request.request_id
         if load.follows:
-            if self._loads.is_led(load.reference):
+            # vLLM may keep the other request waiting for as long as it likes, such as one of less priority.
+            if self._loads.is_led(load.reference) and (load.prefix is None or self._now() < load.until):
                 return None
             if load.found or load.prefix is not None:
                 # vLLM has counted these blocks as computed; less than a block is left, but of a prefix.
