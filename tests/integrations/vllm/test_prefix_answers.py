@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,6 +20,7 @@ from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.vllm.answers import MOST_HASHED, Answers
 from kvferry.integrations.vllm.scheduler import ConnectorScheduler
 from kvferry.integrations.vllm.values import StepsDone, WorkerNews
+from kvferry.integrations.vllm.waking import Engine
 from kvferry.testing import Fabric
 from tests.integrations.vllm.played_cache import BLOCK, BLOCKS, FULL, STATES, WINDOW, Cache
 from tests.integrations.vllm.played_port import Port
@@ -415,7 +417,7 @@ def test_engine_without_requests_is_woken_by_a_question(fabric: Fabric) -> None:
     scheduler = ConnectorScheduler(cache.setup)
     scheduler._registered = {0}
     woken = threading.Event()
-    scheduler.bind_cache(cache.cache, woken.set)
+    scheduler.bind_cache(cache.cache, cast(Engine, SimpleNamespace(wake=woken.set, paused=lambda: False)))
     scheduler.step({"r1": len(TEXT)})
     assert not scheduler.has_work()
     with fabric.client() as client:

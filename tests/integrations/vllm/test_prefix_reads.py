@@ -192,6 +192,22 @@ def test_of_equal_prompts_one_is_asked_for(
     assert counted(scheduler)["prefixes_asked"] == 2
 
 
+def test_request_does_not_wait_for_ever_for_another_of_its_prompt(
+    source: EngineSession, decode: Callable[..., ConnectorScheduler]
+) -> None:
+    """vLLM may never come to the other one: it has less priority, or its grammar is not there."""
+    scheduler = decode()
+    bound(scheduler)
+    first, urgent = (hinted(source.engine_reference, 9, request_id) for request_id in ("first", "urgent"))
+    scheduler.on_new_request(first)
+    scheduler.on_new_request(urgent)
+    assert scheduler.matched_tokens(urgent, 0) == (None, False)
+    scheduler._loads["urgent"].until = 0.0
+    assert scheduler.matched_tokens(urgent, 0) == (0, False)
+    scheduler.allocated("urgent", ([1],), 0)
+    assert scheduler._loads.is_led(scheduler._loads["first"].reference)
+
+
 @pytest.mark.parametrize("hint", ["nonsense", "kvf1e.nonsense", "kvf1.abc"])
 def test_damaged_hint_is_computed(decode: Callable[..., ConnectorScheduler], hint: str) -> None:
     scheduler = decode()

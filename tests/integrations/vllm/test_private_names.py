@@ -39,5 +39,5 @@ def test_vllm_has_the_private_attributes_that_are_read() -> None:
     assert request._all_token_ids == [1, 2, 3]
     assert isinstance(BlockPool(2, enable_caching=True, hash_block_size=16).blocks, list)
     assert CompilationConfig().static_forward_context == {}
-    # `waking.waker` puts it into the queue of an engine.
+    # `waking.Engine` puts it into the queue of an engine.
     assert EngineCoreRequestType.WAKEUP is not None

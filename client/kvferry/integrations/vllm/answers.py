@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from kvferry import MissReason, Publication, Question, Release
 from kvferry.engine import SchedulerPort
 from kvferry.errors import KvferryError
-from kvferry.geometry.blocks import Blocks
-from kvferry.integrations.vllm.cached import Lookup, PrefixCache
-from kvferry.integrations.vllm.outgoing import BlockHold, ids_of
+from kvferry.integrations.vllm.cached import Hit, Lookup, PrefixCache
+from kvferry.integrations.vllm.outgoing import ids_of
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.values import Summed
 
@@ -28,14 +30,50 @@ LEAST_COST = 256
 
 
 @dataclass(slots=True, eq=False)
-class _Answer:
-    """Blocks that are held for a question, and published when every rank has ended `step`."""
+class _Asked:
+    """An open question; its prompt is copied when it is its turn."""
 
     question: Question
-    blocks: Mapping[str, Blocks]
-    held: BlockHold
+    lookup: Lookup | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Answer:
+    """Blocks that are held for a question, and published when every rank has ended `step`. `ids` are of all groups."""
+
+    question: Question
+    hit: Hit
+    ids: npt.NDArray[np.int64]
     step: int
     publication: Publication | None = None
+
+
+class _Holds:
+    """The blocks of vLLM's pool that answers hold. Thousands of answers may have the same beginning, so a block is held
+    once, until the last of its answers drops it."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self._answers = np.zeros(pool.num_gpu_blocks, np.int64)
+        """How many answers have each block."""
+        self._count = 0
+
+    def with_more(self, ids: npt.NDArray[np.int64]) -> int:
+        """Return how many blocks would be held with these."""
+        return self._count + int(np.count_nonzero(self._answers[ids] == 0))
+
+    def add(self, ids: npt.NDArray[np.int64]) -> None:
+        added = ids[self._answers[ids] == 0].tolist()
+        self._answers[ids] += 1
+        self._count += len(added)
+        self._pool.touch([self._pool.blocks[block] for block in added])
+
+    def drop(self, ids: npt.NDArray[np.int64]) -> None:
+        self._answers[ids] -= 1
+        # In reverse, as vLLM frees a request: the prefix cache keeps the beginning of a prompt the longest.
+        left = ids[self._answers[ids] == 0][::-1].tolist()
+        self._count -= len(left)
+        self._pool.free_blocks([self._pool.blocks[block] for block in left])
 
 
 class Answers:
@@ -53,10 +91,12 @@ class Answers:
         self._port = port
         self._count = count
         self._cache: PrefixCache | None = None
+        self._holds: _Holds
+        """Once there is a cache."""
         self._most = 0
         self._step = 0
         self._ended = 0
-        self._open: deque[tuple[Question, Lookup]] = deque()
+        self._open: deque[_Asked] = deque()
         self._found: deque[_Answer] = deque()
         self._published: dict[int, _Answer] = {}
         """By the numbers of their publications."""
@@ -66,6 +106,7 @@ class Answers:
         """Take vLLM's prefix cache. Without it, every question is a miss."""
         if self._setup.serves and self._setup.caches_prefixes:
             self._cache = cache
+            self._holds = _Holds(cache.pool)
             self._most = int(cache.pool.num_gpu_blocks * self._setup.settings.prefix_share)
 
     def see(self, request: Any) -> None:
@@ -92,28 +133,29 @@ class Answers:
     def holding(self) -> bool:
         return bool(self._published)
 
-    def begin(self, step: int) -> bool:
+    def begin(self, step: int, *, refuses: bool = False) -> bool:
         """Begin a step, after vLLM has scheduled it: see `work`."""
         self._step = step
-        return self.work()
+        return self.work(refuses=refuses)
 
-    def work(self) -> bool:
-        """Look up what the new questions ask for, a bounded part of it; return whether there was a question."""
+    def work(self, *, refuses: bool = False) -> bool:
+        """Look up what the new questions ask for, a bounded part of it; return whether there was a question.
+        `refuses`: the engine is paused, so that nothing more is held."""
         questions = self._port.questions()
-        for question in questions:
-            lookup = None if self._cache is None else self._cache.lookup(question.prompt)
-            if lookup is None:
-                self._port.miss(question, MissReason.UNSUPPORTED)
-            else:
-                self._open.append((question, lookup))
+        if questions:
+            # Ended ones must not wait for their turn: each may have 1 MiB.
+            self._open = deque(asked for asked in self._open if asked.question.open)
+            self._open += map(_Asked, questions)
+        if refuses:
+            while self._open:
+                self._port.miss(self._open.popleft().question, MissReason.BUSY)
         left = MOST_HASHED
-        while self._open and left > 0 and self._cache is not None:
-            question, lookup = self._open[0]
-            if question.open:
-                left -= max(LEAST_COST, self._cache.hash(lookup))
-                if not lookup.known:
+        while self._open and left > 0:
+            asked = self._open[0]
+            if asked.question.open:
+                left -= self._look_up(asked)
+                if asked.lookup is not None and not asked.lookup.known:
                     continue
-                self._answer(self._cache, question, lookup)
             self._open.popleft()
         return bool(questions)
 
@@ -123,35 +165,35 @@ class Answers:
         while self._found and self._found[0].step <= ended:
             answer = self._found.popleft()
             if not answer.question.open:
-                answer.held.free()
+                self._holds.drop(answer.ids)
                 continue
             try:
                 publication = self._port.publish(
                     f"prefix-{answer.question.number}",
-                    answer.blocks,
+                    answer.hit.blocks,
                     checksums=self._setup.sums,
                     reference=answer.question.reference,
                     prompt=answer.question.prompt,
                 )
             except KvferryError as error:
-                answer.held.free()
+                self._holds.drop(answer.ids)
                 logger.info("question %d could not be answered: %s", answer.question.number, error)
                 continue
             answer.publication = publication
             self._published[publication.number] = answer
             self._count("prefixes_published")
             if self._setup.sums:
-                self._sums.append(Summed(publication.number, answer.blocks))
+                self._sums.append(Summed(publication.number, answer.hit.blocks))
 
     def lost(self, blocks: Iterable[int]) -> None:
-        """Withdraw answers with blocks into which another connector could not load."""
+        """Withdraw answers that were computed from blocks into which another connector could not load."""
         bad = set(blocks)
-        for answer in [answer for answer in self._found if answer.held.any_of(bad)]:
+        for answer in [answer for answer in self._found if bad & answer.hit.computed_from]:
             self._found.remove(answer)
-            answer.held.free()
+            self._holds.drop(answer.ids)
             self._port.miss(answer.question, MissReason.NOT_CACHED)
         for answer in self._published.values():
-            if answer.publication is not None and answer.held.any_of(bad):
+            if answer.publication is not None and bad & answer.hit.computed_from:
                 # If the session has ended, so has the publication.
                 with suppress(KvferryError):
                     self._port.abort(answer.publication)
@@ -164,7 +206,7 @@ class Answers:
             if answer is None:
                 others.append(release)
             else:
-                answer.held.free()
+                self._holds.drop(answer.ids)
         return others
 
     def take_sums(self) -> list[Summed]:
@@ -174,20 +216,27 @@ class Answers:
 
     # Internal.
 
-    def _answer(self, cache: PrefixCache, question: Question, lookup: Lookup) -> None:
-        blocks = cache.find(lookup, question.first_token)
-        if blocks is None:
+    def _look_up(self, asked: _Asked) -> int:
+        """Look up the next chunk of a prompt, and answer if it is the last; return for how many tokens it counts."""
+        cache, question = self._cache, asked.question
+        if cache is not None and asked.lookup is None:
+            asked.lookup = cache.lookup(question.prompt)
+        if cache is None or asked.lookup is None:
+            self._port.miss(question, MissReason.UNSUPPORTED)
+            return LEAST_COST
+        hashed = cache.hash(asked.lookup)
+        if asked.lookup.known:
+            self._answer(question, cache.find(asked.lookup, question.first_token))
+        return max(LEAST_COST, hashed)
+
+    def _answer(self, question: Question, hit: Hit | None) -> None:
+        if hit is None:
             self._port.miss(question, MissReason.NOT_CACHED)
             return
-        if self._holds_with(blocks) > self._most:
+        ids = np.array(ids_of(hit.blocks), np.int64)
+        if self._holds.with_more(ids) > self._most:
             self._port.miss(question, MissReason.BUSY)
             return
-        held = BlockHold(cache.pool)
-        held.add(blocks)
-        self._found.append(_Answer(question, blocks, held, self._step))
+        self._holds.add(ids)
+        self._found.append(_Answer(question, hit, ids, self._step))
         self.computed(self._ended)
-
-    def _holds_with(self, blocks: Mapping[str, Blocks]) -> int:
-        """Return how many blocks answers hold with these."""
-        held = {block for answer in (*self._found, *self._published.values()) for block in ids_of(answer.blocks)}
-        return len(held.union(ids_of(blocks)))

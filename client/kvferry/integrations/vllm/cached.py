@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -43,6 +43,13 @@ class Lookup:
     cache_salt: None = None
     prompt_embeds: None = None
     known: bool = False
+
+
+class Hit(NamedTuple):
+    """Cached blocks of a prompt, by group; and all block ids that they were computed from, their own among them."""
+
+    blocks: Mapping[str, Blocks]
+    computed_from: frozenset[int]
 
 
 class PrefixCache:
@@ -106,11 +113,12 @@ class PrefixCache:
         )
         return lookup.num_tokens - begin
 
-    def find(self, lookup: Lookup, first_token: int) -> Mapping[str, Blocks] | None:
+    def find(self, lookup: Lookup, first_token: int) -> Hit | None:
         """Return the cached blocks of a prompt from the block with `first_token` on, by group, of as many tokens as all
         groups have; None: there are none behind `first_token`."""
         hashed = len(lookup.block_hashes) * self.pool.hash_block_size
-        most = min(hashed, len(lookup.all_token_ids) - self._setup.withheld)
+        # vLLM raises for negative numbers, and a prompt may be shorter than what askers compute themselves.
+        most = max(0, min(hashed, len(lookup.all_token_ids) - self._setup.withheld))
         while True:
             hit, tokens = self._coordinator.find_longest_cache_hit(lookup.block_hashes, most)[:2]
             if not tokens % self._block:
@@ -124,9 +132,10 @@ class PrefixCache:
             blocks = self._setup.published(ids, tokens)
         except InvalidField:
             return None
-        return {
+        wanted = {
             table.group.name: table.rest(
                 blocks[table.group.name], first_token // table.entry_tokens * table.entry_tokens
             )
             for table in self._setup.tables
         }
+        return Hit(wanted, frozenset(block for listed in ids for block in listed))

@@ -21,7 +21,7 @@ from kvferry.integrations.vllm.shards import RankPlace
 from kvferry.integrations.vllm.stats import KvferryPromMetrics, KvferryStats
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
 from kvferry.integrations.vllm.versions import HIT_SOURCE
-from kvferry.integrations.vllm.waking import waker
+from kvferry.integrations.vllm.waking import engine_in_making
 from kvferry.integrations.vllm.worker import ConnectorWorker
 
 
@@ -72,7 +72,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         scheduler = self._in_scheduler
         scheduler.bind(kv_cache_manager.block_pool, kv_cache_manager.get_block_ids)
         # vLLM calls this while it makes the engine.
-        scheduler.bind_cache(PrefixCache(self._setup, kv_cache_manager), waker())
+        scheduler.bind_cache(PrefixCache(self._setup, kv_cache_manager), engine_in_making())
 
     def on_new_request(self, request: Any) -> None:
         """Start to acquire the blocks of a request that has arrived."""

@@ -31,6 +31,7 @@ from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.sources import NewSources, Turns, log_failure
 from kvferry.integrations.vllm.stats import KvferryStats
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
+from kvferry.integrations.vllm.waking import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -85,17 +86,20 @@ class ConnectorScheduler:
         self._sources = NewSources(self._incarnation)
         self._ends: list[ReadEnd] = []
         self._warned = False
+        self._paused: Callable[[], bool] = lambda: False
 
     def bind(self, pool: Any, block_ids: BlockIds) -> None:
         """Take vLLM's block pool, and the function that returns a request's blocks by group."""
         self._sending.bind(pool, block_ids)
 
-    def bind_cache(self, cache: PrefixCache, wake: Callable[[], None] | None) -> None:
-        """Take vLLM's prefix cache, and the function that wakes the engine for a question; None: there is none."""
+    def bind_cache(self, cache: PrefixCache, engine: Engine | None) -> None:
+        """Take vLLM's prefix cache, and the engine, which a question wakes; None: it cannot be woken."""
         self._prefixes.bind(cache)
         self._answers.bind(cache)
-        if self._answers.possible and wake is not None:
-            self._port.on_question(wake)
+        if engine is not None:
+            self._paused = engine.paused
+            if self._answers.possible:
+                self._port.on_question(engine.wake)
 
     # The requests of decode.
 
@@ -146,7 +150,7 @@ class ConnectorScheduler:
             return self._found_here(request_id, load)
         # vLLM calls this for each waiting request in each of its steps, so the rest runs only for requests with news.
         self._take_news()
-        if load.waits:
+        if load.waits and self._now() < load.until:
             return None, False
         matched = self._matched(request, load, computed)
         load.waits = matched is None
@@ -156,7 +160,8 @@ class ConnectorScheduler:
         """Return the answer of `matched_tokens`; None: unknown until there is news."""
         request_id = request.request_id
         if load.follows:
-            if self._loads.is_led(load.reference):
+            # vLLM may keep the other request waiting for as long as it likes, such as one of less priority.
+            if self._loads.is_led(load.reference) and (load.prefix is None or self._now() < load.until):
                 return None
             if load.found or load.prefix is not None:
                 # vLLM has counted these blocks as computed; less than a block is left, but of a prefix.
@@ -254,7 +259,7 @@ class ConnectorScheduler:
         self._take_news()
         self._ask_next()
         step = self._sending.begin(scheduled)
-        if self._answers.begin(step):
+        if self._answers.begin(step, refuses=self._paused()):
             self._rest.did_something()
         reads, publishes, ready = bool(self._loads), self._publishes, bool(self._starts or self._ends)
         holds = self._holds and self._rest.denied
@@ -337,10 +342,14 @@ class ConnectorScheduler:
             # While vLLM rests, only this call takes releases, and vLLM makes this call before it pauses.
             self._take_released()
         # This call alone takes questions, too.
-        if self._answers.work():
+        paused = self._paused()
+        if self._answers.work(refuses=paused):
             self._rest.did_something()
         if self._publishes or self._answers.unsummed:
             return True
+        if paused:
+            # vLLM completes a pause when there is no work, and then no block may be held.
+            return self._holds
         return not self._rest.may_rest(holding=self._holds)
 
     def take_stats(self) -> KvferryStats | None:

@@ -1,34 +1,43 @@
-"""Wakes vLLM's engine where it waits for input, so that it answers questions while it has no requests."""
+"""Wakes vLLM's engine where it waits for input, so that it answers questions while it has no requests; and sees whether
+it is paused."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
 from vllm.v1.engine import EngineCoreRequestType
 
 
-def waker() -> Callable[[], None] | None:
-    """Return a function that wakes the engine that the callers of this function are making, from any thread; None: it
-    runs steps only when it is told, as in the process of ``vllm.LLM``.
+class Engine:
+    """vLLM's engine. Connectors are not given it, but bound while it is made."""
 
-    An engine without work waits at its input queue. It ignores this entry, with which vLLM itself wakes it to end it
-    (``EngineCoreProc.run_engine_core`` in vllm/v1/engine/core.py; 0.32.0). Connectors are not given the engine, but
-    bound while it is made.
-    """
-    made = _engine()
-    if made is None:
-        return None
-    known = ref(made)
+    def __init__(self, made: Any) -> None:
+        self._made = ref(made)
 
-    def wake() -> None:
-        engine = known()
+    def wake(self) -> None:
+        """Wake the engine, from any thread.
+
+        An engine without work waits at its input queue. It ignores this entry, with which vLLM itself wakes it to end
+        it (``EngineCoreProc.run_engine_core`` in vllm/v1/engine/core.py; 0.32.0).
+        """
+        engine = self._made()
         if engine is not None:
             engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
-    return wake
+    def paused(self) -> bool:
+        """Whether the engine is paused, or will be as soon as it has no work. It then resets its prefix cache, which is
+        an error while blocks are held, and its weights may be changed."""
+        engine = self._made()
+        return engine is not None and bool(engine.is_scheduler_paused())
+
+
+def engine_in_making() -> Engine | None:
+    """Return the engine that the callers of this function are making; None: it has no input queue and runs steps only
+    when it is told, as in the process of ``vllm.LLM``."""
+    made = _engine()
+    return None if made is None else Engine(made)
 
 
 def _engine() -> Any:
