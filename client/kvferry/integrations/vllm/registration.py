@@ -7,6 +7,7 @@ vLLM calls `register` in each of its processes, by the entry point ``kvferry`` o
 from __future__ import annotations
 
 import logging
+import sys
 from contextlib import suppress
 
 logger = logging.getLogger(__name__)
@@ -17,8 +18,8 @@ name."""
 
 
 def register() -> None:
-    """Register the connector with vLLM's factory, so that ``kv_connector`` alone names it, and send kvferry's log lines
-    to vLLM's handlers. Idempotent."""
+    """Register the connector with vLLM's factory, so that ``kv_connector`` alone names it, and with Dynamo where Dynamo
+    runs vLLM; send kvferry's log lines to vLLM's handlers. Idempotent."""
     _log_as_vllm()
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -29,6 +30,27 @@ def register() -> None:
     # ValueError: the connector is registered in this process already.
     with suppress(ValueError):
         KVConnectorFactory.register_connector(CONNECTOR, "kvferry.integrations.vllm", CONNECTOR)
+    _register_with_dynamo()
+
+
+def _register_with_dynamo() -> None:
+    """Tell Dynamo that requests are handed over as NixlConnector's are: prefill is asked with ``do_remote_decode``, and
+    decode gets the ``kv_transfer_params`` of prefill's answer unchanged.
+
+    Dynamo fails the requests of connectors that its table lacks (dynamo/vllm/kv_connector_protocols.py,
+    `make_kv_connector_protocol`; ai-dynamo 1.6.1). If Dynamo's own table has kvferry one day, its entry stays.
+    """
+    # Dynamo's workers are modules of this package, and load vLLM's plug-ins when they parse their arguments. Where the
+    # package is not loaded, no worker runs, and nothing else that is called "dynamo" is imported.
+    if "dynamo.vllm" not in sys.modules:
+        return
+    try:
+        from dynamo.vllm.kv_connector_protocols import KV_CONNECTOR_PROTOCOLS
+
+        KV_CONNECTOR_PROTOCOLS.setdefault(CONNECTOR, KV_CONNECTOR_PROTOCOLS["NixlConnector"])
+    except Exception as error:
+        # An error of any kind would end Dynamo's worker, even one without this connector.
+        logger.warning("%s is not available in this version of Dynamo: %r", CONNECTOR, error)
 
 
 class _VllmsHandlers(logging.Handler):
