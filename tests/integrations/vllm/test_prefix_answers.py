@@ -13,81 +13,17 @@ import pytest
 import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
-from kvferry import EngineSpec, MissReason, Prompt, PromptInput, Release, ReleaseOutcome, router_reference
-from kvferry._control.questions import Question
+from kvferry import EngineSpec, MissReason, Prompt, PromptInput, Release, ReleaseOutcome
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.geometry.blocks import Blocks
-from kvferry.integrations.vllm.answers import MOST_HASHED, Answers
+from kvferry.integrations.vllm.answers import MOST_HASHED
 from kvferry.integrations.vllm.scheduler import ConnectorScheduler
 from kvferry.integrations.vllm.values import StepsDone, WorkerNews
 from kvferry.integrations.vllm.waking import Engine
 from kvferry.testing import Fabric
 from tests.integrations.vllm.played_cache import BLOCK, BLOCKS, FULL, STATES, WINDOW, Cache
-from tests.integrations.vllm.played_port import Port
+from tests.integrations.vllm.played_source import TEXT, Source
 from tests.support.waiting import until
-
-
-class AskedPort(Port):
-    """A port with questions, and the blocks and misses that they are answered with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[Question] = []
-        self.answers: dict[int, dict[str, Blocks]] = {}
-        self.misses: dict[int, MissReason] = {}
-
-    def questions(self) -> list[Question]:
-        found, self.asked = self.asked, []
-        return found
-
-    def publish(self, request_id: str, blocks: Any, **more: Any) -> Any:
-        published = super().publish(request_id, blocks, **more)
-        self.answers[published.number] = blocks
-        return published
-
-    def miss(self, question: Question, reason: MissReason) -> None:
-        self.misses[question.number] = reason
-
-
-class Source(Cache):
-    """An engine that is asked."""
-
-    def __init__(self, fabric: Fabric, *specs: Any, **options: Any) -> None:
-        super().__init__(fabric, *specs, **options)
-        self.port = AskedPort()
-        self.counts: list[str] = []
-        self.answers = Answers(self.setup, cast(SchedulerPort, self.port), self.counts.append)
-        self.answers.bind(self.cache)
-        self.step = 0
-        self.number = 0
-
-    def ask(
-        self, tokens: Sequence[int], first_token: int = 0, adapter: str = "", inputs: Sequence[PromptInput] = ()
-    ) -> Question:
-        self.number += 1
-        prompt = Prompt(list(tokens), adapter=adapter, inputs=inputs)
-        question = Question(self.number, router_reference("h:1", "prefill"), prompt, first_token, "reader", 1e9)
-        self.port.asked.append(question)
-        return question
-
-    def run(self) -> None:
-        """Run a step to its end."""
-        self.step += 1
-        self.answers.begin(self.step)
-        self.answers.computed(self.step)
-
-    def answer(self, *asked: Any, **more: Any) -> dict[str, Blocks] | MissReason:
-        """Ask, and run steps until there is an answer."""
-        question = self.ask(*asked, **more)
-        self.run()
-        while self.answers.waiting:
-            self.run()
-        if question.number in self.port.misses:
-            return self.port.misses[question.number]
-        return self.port.answers[self.port.number]
-
-    def release(self, number: int) -> None:
-        assert self.answers.released([Release(number, "", ReleaseOutcome.READ)]) == []
 
 
 @pytest.fixture
@@ -111,9 +47,6 @@ def noted(engine: Source, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(engine.cache, "hash", note)
     return found
-
-
-TEXT = range(100, 100 + 10 * BLOCK)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from kvferry.integrations.vllm.values import StepsDone, WorkerNews
 from kvferry.integrations.vllm.waking import Engine
 from kvferry.testing import Fabric
 from tests.integrations.vllm.played_cache import BLOCK, BLOCKS, FULL, STATES, WINDOW, Cache
-from tests.integrations.vllm.test_prefix_answers import TEXT, Source
+from tests.integrations.vllm.played_source import TEXT, Source
 from tests.support.waiting import until
 
 

@@ -128,7 +128,8 @@ libc.abort()
 @pytest.mark.parametrize("how", ["locked", "free", "fatal"])
 def test_last_words_of_aborting_native_code_are_kept(how: str) -> None:
     done = subprocess.run([sys.executable, "-c", CRASH, how], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == -signal.SIGABRT
+    # Python's fault handler, which shows the frames of threads that run on, may itself fault.
+    assert done.returncode in (-signal.SIGABRT, -signal.SIGSEGV)
     assert "Check failed: last words" in done.stderr
 
 
