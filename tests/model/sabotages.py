@@ -27,7 +27,7 @@ from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, Re
 from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.home import blocks
 from kvferry_server.home.home import Home
-from kvferry_server.servicers import decode, introspection, paging
+from kvferry_server.servicers import decode, lists, paging
 from tests.model import readers
 from tests.model.hinted import HintedShare
 from tests.model.readers import Share
@@ -379,7 +379,7 @@ def lease_ids_in_page_tokens(patch: pytest.MonkeyPatch) -> None:
         last = [lease.lease_id for lease in leases if token and lease.number == found[-1].read.lease_number]
         return found, ".".join([token, *(base64.urlsafe_b64encode(lease_id).decode().rstrip("=") for lease_id in last)])
 
-    patch.setattr(introspection, "page", page)
+    patch.setattr(lists, "page", page)
 
 
 @of_a_liar

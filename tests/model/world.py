@@ -130,7 +130,10 @@ class World:
 
         def heard(host: Host) -> pb.NotifyResponse:
             answer = host.notify(request)
-            if isinstance(offered, Routed) and answer.results[0].HasField("done"):
+            # A home that has just started, and has heard of an impostor first, remembers the decline for the impostor
+            # alone: the publication then takes as long as one that nobody declines.
+            known = self.source.ref in host.home.records.engines
+            if isinstance(offered, Routed) and known and answer.results[0].HasField("done"):
                 host.declined.setdefault(offered.name, host.clock.now())
             return answer
 
