@@ -11,7 +11,7 @@ from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NAMED_RANKS
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
-from kvferry_server.domain.questions import Question
+from kvferry_server.domain.questions import Ask, Question
 from kvferry_server.domain.reads import LeaseState, RankReport, RevokeReason
 from kvferry_server.domain.router_keys import WaitingRead
 from kvferry_server.domain.times import Times
@@ -75,9 +75,10 @@ def watch_message(epoch: bytes, message: WatchMessage, values: Times, advertise:
             response.released.CopyFrom(_released(event))
         elif isinstance(event, RankLost):
             response.rank_lost.CopyFrom(pb.RankLost(rank=event.rank, node=event.node, node_lost=event.node_lost))
-        elif isinstance(event, Question):
-            response.question.MergeFrom(_question(event, now))
-        elif isinstance(event, QuestionEnded):
+        elif isinstance(event, Question) and event.asked is not None:
+            response.question.MergeFrom(_question(event, event.asked, now))
+        elif isinstance(event, Question | QuestionEnded):
+            # Also one that has ended since the event.
             response.question_ended.CopyFrom(pb.QuestionEnded(number=event.number))
         else:
             response.draining.CopyFrom(pb.Draining())
@@ -178,9 +179,7 @@ def _accepted(lease: Lease, reference: str, now: float) -> pb.Accepted:
     )
 
 
-def _question(question: Question, now: float) -> pb.Question:
-    asked = question.asked
-    assert asked is not None  # The question is open.
+def _question(question: Question, asked: Ask, now: float) -> pb.Question:
     return pb.Question(
         number=question.number,
         reference=asked.reference,
