@@ -389,6 +389,24 @@ def test_an_engine_that_waits_for_news_is_woken_by_a_question(source: Engine, as
     asker.port.cancel("mine")
 
 
+@pytest.mark.parametrize("raised", [ValueError, SystemExit, KeyboardInterrupt])
+def test_questions_are_told_whatever_a_function_that_hears_of_them_raises(
+    source: Engine, asker: Engine, raised: type[BaseException]
+) -> None:
+    heard: list[str] = []
+
+    def raises() -> None:
+        raise raised("of the application")
+
+    source.port.on_question(raises)
+    source.port.on_question(lambda: heard.append("heard"))
+    for number in (1, 2):
+        asker.ask(source, request_id=f"request {number}")
+        source.port.miss(source.question(), MissReason.NOT_CACHED)
+        assert isinstance(asker.refusal(f"request {number}"), PrefixMiss)
+        assert heard == ["heard"] * number
+
+
 @pytest.mark.parametrize("restarted", [False, True], ids=["wrong key", "restarted"])
 def test_the_engine_that_is_asked_is_the_one_of_the_reference(
     fabric: Fabric, source: Engine, asker: Engine, restarted: bool

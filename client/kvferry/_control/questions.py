@@ -11,6 +11,7 @@ from kvferry import _arguments as arguments
 from kvferry._clock import from_duration, to_duration
 from kvferry._logs import Log
 from kvferry._prompt import Prompt
+from kvferry._threads import guarded
 from kvferry._wire.prompt_codec import asked_end, prompt_from_proto, prompt_to_proto
 from kvferry.errors import BlocksShort, InvalidField
 from kvferry.geometry.blocks import Blocks
@@ -200,7 +201,7 @@ class Questions:
         with self._lock:
             self._open[number] = self._fresh[number] = question
         for heard in self.heard:
-            heard()
+            guarded(heard, "a function that is called for each question")
 
     def _end_late(self) -> None:
         """End the questions whose time is over: their home may be away, and does not tell a slow Watch of all ends."""

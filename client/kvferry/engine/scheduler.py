@@ -177,8 +177,9 @@ class SchedulerPort(Closing):
         return self._publications.questions()
 
     def on_question(self, heard: Callable[[], object]) -> None:
-        """Call `heard` for each new question, on a thread of the SDK, which must not wait. For engines that run no
-        steps while they have nothing to do."""
+        """Call `heard` for each new question, on the client's event loop, which must not wait: a waiting call of
+        kvferry there raises `WrongState`. What `heard` raises is logged. For engines that run no steps while they have
+        nothing to do."""
         self._publications.on_question(heard)
 
     def miss(self, question: Question, reason: MissReason) -> None:
