@@ -125,14 +125,14 @@ def test_failed_read_shows_its_reason(scene: Scene) -> None:
     scene.engine("failing")
     of = ("--engine", "failing")
     # A reader of a later version may have reasons that are unknown here.
-    for reason in (pb.RankReport(reason=9999), pb.RankReport(reason=errors_pb2.ERROR_REASON_TRANSFER_STUCK)):  # type: ignore[arg-type]
+    for reason in (pb.RankReport(reason=9999), pb.RankReport(reason=errors_pb2.TRANSFER_STUCK)):  # type: ignore[arg-type]
         reason.outcome = pb.RANK_OUTCOME_FAILED
         scene.report(scene.read("reader").lease_id, reason)
     unknown, stuck = scene.answer("transfers", *of)["transfers"]
     reasons = [transfer["reports"][0]["reason"] for transfer in (unknown, stuck)]
-    assert reasons == ["ERROR_REASON_UNSPECIFIED", "ERROR_REASON_TRANSFER_STUCK"]
+    assert reasons == ["ERROR_REASON_UNSPECIFIED", "TRANSFER_STUCK"]
     (request,) = scene.answer("requests", *of)["requests"]
-    assert request["last_failure"] == "ERROR_REASON_TRANSFER_STUCK"
+    assert request["last_failure"] == "TRANSFER_STUCK"
     table = scene.run("transfers", *of).stdout
     assert "failed: no reason given (rank 0)" in table
     assert "failed: TRANSFER_STUCK (rank 0)" in table

@@ -110,6 +110,7 @@ def test_top_prints_one_look_as_json(kvferry: Run, stage: Stage) -> None:
         "server": stage.server.address,
         "error": "",
         "restarted": False,
+        "recovering": False,
         "engines": 2,
         "publications": 1,
         "leases": 1,
@@ -137,6 +138,14 @@ def test_top_prints_one_look_as_lines(kvferry: Run, stage: Stage) -> None:
     first, second = kvferry("top", "--once").stdout.splitlines()
     assert first.endswith(f"{stage.server.address}: 2 engines, 1 publications, 1 leases, -")
     assert second.endswith(f"{SOURCE} -> {READER}: 1 reading, 0 ended, 150.0 kB, -")
+
+
+def test_top_says_of_a_server_that_it_waits_for_its_engines(empty: Kvferryd) -> None:
+    (line,) = run_kvferry("top", "--once", "--server", empty.address).stdout.splitlines()
+    assert f"{empty.address} (recovering): 0 engines, " in line
+    (server,) = json.loads(run_kvferry("top", "--once", "--json", "--server", empty.address).stdout)["servers"]
+    assert server["recovering"] is True
+    assert "recovering" in "\n".join(drawn([Look("s", recovering=True)], 30))
 
 
 def test_top_shows_several_servers_and_the_error_of_a_missing_one(

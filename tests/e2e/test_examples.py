@@ -258,7 +258,7 @@ def test_a_client_in_rust_is_generated_and_declines(
     about, *_, declined, refused = run(homes[1], offered.reference, "kvf1.x")
     assert about.startswith(f"kvferryd {kvferry.__version__} at ")
     assert declined == "declined"
-    assert "reference" in refused
+    assert refused.endswith("[BAD_REFERENCE]")
     assert source.release_of(offered).outcome is ReleaseOutcome.DECLINED
     incarnation = source.session.token.incarnation.hex()
     assert f"engine {source.spec.engine_id} {incarnation} ENGINE_STATE_READY" in run(homes[0])

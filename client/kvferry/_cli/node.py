@@ -6,17 +6,19 @@ import json
 import platform
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
 from kvferry import __version__
 from kvferry._cli.connection import DEFAULT_SERVER, Connection, Node, Server, with_connection
-from kvferry._cli.render import console, facts, listing, print_json, safe, table
+from kvferry._cli.render import console, facts, listing, print_json, recovering, safe, table
 from kvferry._summaries import Row, lasting, request_row, transfer_row
 
 if TYPE_CHECKING:
-    from google.protobuf.message import Message
+    from kvferry.v1 import introspection_pb2 as ipb
+
+    Listed: TypeAlias = ipb.ListRequestsResponse | ipb.ListTransfersResponse
 
 CHECK = "/grpc.health.v1.Health/Check"
 STATUSES = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
@@ -113,10 +115,10 @@ def transfers(engine_id: OfEngine = "", request_id: OfRequest = "", reader: OfRe
     _show(node, found, [transfer_row(each) for each in found.transfers], none)
 
 
-def _show(node: Node, found: Message, rows: Sequence[Row], none: str) -> None:
+def _show(node: Node, found: Listed, rows: Sequence[Row], none: str) -> None:
     if node.as_json:
         print_json(found)
-    elif rows:
-        console().print(listing(rows))
-    else:
-        console().print(safe(none), markup=False)
+        return
+    console().print(listing(rows) if rows else safe(none), markup=False)
+    if found.recovering:
+        console().print(recovering(node.server), markup=False)

@@ -38,7 +38,7 @@ PAGES = 4
 node server, however many leases it has."""
 MOST_LISTED = 100  # Most reads, and pairs of engines, in JSON and in lines
 FRAME = 4  # Lines of a table that are not rows: title, head, rule, and the line that counts omitted rows
-SHOWN = ("server", "error", "restarted", "engines", "publications", "leases", "whole")
+SHOWN = ("server", "error", "restarted", "recovering", "engines", "publications", "leases", "whole")
 """The fields of a `Look` that JSON has unchanged."""
 
 
@@ -171,7 +171,7 @@ def lines(looks: Sequence[Look], at: str) -> Iterator[str]:
         if look.error:
             yield f"{at} {name}: {safe(look.error)}"
             continue
-        again = " (restarted)" if look.restarted else ""
+        again = f" ({look.state})" if look.state else ""
         yield (
             f"{at} {name}{again}: {look.engines} engines, {look.publications} publications, {look.leases} leases, "
             f"{_rate(look)}"
@@ -205,7 +205,7 @@ def _servers(looks: Sequence[Look], more: int) -> Table:
         if look.error
         else (
             *(look.server, look.engines, look.publications, look.leases, _rate(look)),
-            "restarted" if look.restarted else "ok",
+            look.state or "ok",
         )
         for look in looks
     )
@@ -267,12 +267,18 @@ class Look:
     server: str
     error: str = ""  # Why the node server did not answer; empty: it did
     restarted: bool = False  # The node server was restarted since the previous look
+    recovering: bool = False  # It waits for its engines: lists and totals may lack some
     engines: int = 0
     publications: int = 0
     leases: int = 0
     transfers: Sequence[ipb.TransferSummary] = ()  # The first reads, or all
     whole: bool = True  # Whether the lists were short enough to be complete
     peers: Sequence[Peers] = ()
+
+    @property
+    def state(self) -> str:
+        """What is to be known of the numbers; empty: nothing."""
+        return "restarted" if self.restarted else "recovering" if self.recovering else ""
 
     @property
     def rate(self) -> float | None:
@@ -304,6 +310,7 @@ class Looker:
         return Look(
             node.server,
             restarted=restarted,
+            recovering=listed.recovering or read.recovering,
             engines=len(listed.engines),
             publications=sum(engine.publications for engine in listed.engines),
             leases=sum(engine.leases for engine in listed.engines),
