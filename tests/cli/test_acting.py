@@ -121,6 +121,19 @@ def test_listings_are_filtered(scene: Scene) -> None:
     assert "Nothing that was asked for" in scene.run("requests", "--request", "nothing").stdout
 
 
+def test_tables_of_long_lists_are_cut_and_say_so(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.engine("long")
+    of = ("--engine", "long")
+    for reader in ("a", "b", "c"):
+        scene.read(reader)
+    for most, shown in ((2, 2), (3, 3)):
+        monkeypatch.setattr("kvferry._cli.node.MOST_ROWS", most)
+        done = scene.run("transfers", *of)
+        assert done.stdout.count("cmpl-1") == shown
+        assert (done.returncode, "There are more: --engine" in done.stderr) == (0, shown < 3)
+        assert len(scene.answer("transfers", *of)["transfers"]) == 3
+
+
 def test_failed_read_shows_its_reason(scene: Scene) -> None:
     scene.engine("failing")
     of = ("--engine", "failing")

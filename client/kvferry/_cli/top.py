@@ -96,7 +96,7 @@ def print_looks(looks: Sequence[Look]) -> None:
         "time": time.time(),
         "servers": [{name: getattr(look, name) for name in SHOWN} | {"bytes_per_second": look.rate} for look in looks],
         "peers": [{"server": server, **dataclasses.asdict(peers)} for server, peers in busiest(looks)[:MOST_LISTED]],
-        "transfers": [{"server": server, **_values(read)} for server, read in newest(looks)[:MOST_LISTED]],
+        "transfers": [{"server": server, **_values(read)} for server, read in most_pressing(looks)[:MOST_LISTED]],
     }
     print(json.dumps(values), flush=True)
 
@@ -140,7 +140,7 @@ class Screen:
 
     def show(self, looks: Sequence[Look]) -> None:
         self.looks, self.at = looks, time.strftime("%H:%M:%S")
-        self.pairs, self.reads = busiest(looks), newest(looks)
+        self.pairs, self.reads = busiest(looks), most_pressing(looks)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text
@@ -189,12 +189,16 @@ def busiest(looks: Sequence[Look]) -> list[tuple[str, Peers]]:
     return sorted(pairs, key=lambda pair: (-(pair[1].rate or 0.0), -pair[1].reading, -pair[1].bytes))
 
 
-def newest(looks: Sequence[Look]) -> list[tuple[str, ipb.TransferSummary]]:
-    """Return all reads with their node servers: live reads first, among them the largest first, then the newest."""
+def most_pressing(looks: Sequence[Look]) -> list[tuple[str, ipb.TransferSummary]]:
+    """Return all reads with their node servers: first those whose leases end first, because a reader that does well
+    renews its lease; then those that wait without one, the longest first; then those that have ended, newest first."""
 
-    def place(listed: tuple[str, ipb.TransferSummary]) -> tuple[bool, int, int, int]:
+    def place(listed: tuple[str, ipb.TransferSummary]) -> tuple[int, int, int, int]:
         _, transfer = listed
-        return not alive(transfer), -transfer.read.bytes, -transfer.publication, -transfer.read.lease_number
+        number = -transfer.publication, -transfer.read.lease_number
+        if has_lease(transfer):
+            return 0, transfer.lease_remaining.ToNanoseconds(), *number
+        return (2, 0, *number) if transfer.publication else (1, -transfer.waited.ToNanoseconds(), *number)
 
     return sorted(((look.server, read) for look in looks for read in look.transfers), key=place)
 
