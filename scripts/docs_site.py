@@ -27,13 +27,14 @@ PAGES = {
     "benchmarks/RESULTS-vllm.md": "benchmarks-vllm.md",
     "benchmarks/RESULTS-vllm-concurrent.md": "benchmarks-vllm-concurrent.md",
     "benchmarks/RESULTS-vllm-prefix.md": "benchmarks-vllm-prefix.md",
+    "examples/README.md": "examples.md",
     "examples/grpcurl.md": "grpcurl.md",
     "protos/kvferry/v1": "reference/rpc.md",
 }
 """Files of the repository that have a place of their own in the site."""
 
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?(\))")
-LANGUAGES = {".py": "python", ".json": "json", ".ts": "typescript", ".proto": "protobuf", ".sh": "bash"}
+LANGUAGES = {".go": "go", ".py": "python", ".json": "json", ".ts": "typescript", ".proto": "protobuf", ".sh": "bash"}
 CITED = "---\nsearch:\n  exclude: true\n---\n\n"
 
 

@@ -38,8 +38,6 @@ KNOWN_SKIPS = (
     "vLLM is not installed here",
     "mooncake.engine is not installed here",
     "SGLang's router is not installed here",
-    "Go, or one of its libraries, is not installed",
-    "Rust, or one of its libraries, is not installed",
     "kubectl is not installed",
     "no memory cgroup can be made here",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ from kvferry.errors import PublicationReleased
 from kvferry.testing import Fabric
 from tests.support.caches import Model, shards
 from tests.support.engines import Engine
+from tests.support.guides import commands
 from tests.support.node_servers import free_port
 from tests.support.repository import ROOT
 
@@ -121,12 +123,16 @@ def answering() -> Iterator[Callable[[Callable[[Any], Any]], Answering]]:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the TypeScript examples, compiled."""
+    """The folder with the TypeScript examples, compiled. It is where it would be in a checkout."""
     if not MODULES.exists():
         pytest.skip("tests/support/nodejs is not installed: npm was missing at set-up")
-    folder = tmp_path_factory.mktemp("router")
-    for file in (ROOT / "examples" / "router").iterdir():
-        shutil.copy(file, folder)
+    root = tmp_path_factory.mktemp("checkout")
+    (root / "protos").symlink_to(ROOT / "protos")
+    folder = root / "examples" / "router"
+    folder.mkdir(parents=True)
+    for pattern in ("*.ts", "*.json"):
+        for file in (ROOT / "examples" / "router").glob(pattern):
+            shutil.copy(file, folder)
     (folder / "node_modules").symlink_to(MODULES)
     done = subprocess.run([MODULES / ".bin" / "tsc"], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
@@ -142,6 +148,19 @@ def test_typescript_programs_print_their_usage(compiled: Path, program: str) -> 
     assert done.returncode == 2
     assert done.stderr.startswith(f"usage: node {program} ")
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_typescript_commands_of_the_readme_run(
+    homes: tuple[str, str], engine: Callable[..., Engine], compiled: Path
+) -> None:
+    source = engine(homes[0], Model(), shards(4, 1)).ready()
+    enter, install, *look = commands("examples/README.md", "TypeScript")
+    # The fixture has done that.
+    assert (enter, install) == ("cd examples/router", "npm install && npx tsc")
+    info, *engines = as_printed([enter, *look], homes[0], compiled.parents[1]).splitlines()
+    assert json.loads(info)["version"] == kvferry.__version__
+    assert source.spec.engine_id in [json.loads(one)["engine"]["engine_id"] for one in engines]
 
 
 @pytest.mark.slow
@@ -180,6 +199,27 @@ def test_a_client_in_typescript_lists_declines_and_follows(
     assert refused.stderr.rstrip().endswith("[BAD_REFERENCE]")
 
 
+def as_printed(printed: list[str], node: str, folder: Path) -> str:
+    """What commands of the examples' README say of a node server, run in a folder like a checkout's."""
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(["set -e", *printed])],
+        cwd=folder,
+        env={**os.environ, "NODE": node},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def built(language: str, node: str, folder: Path) -> str:
+    """What the example in a language says of a node server. The README's commands build it, in a folder, and run it."""
+    printed = [line.replace("build/", f"{folder}/") for line in commands("examples/README.md", language)]
+    return as_printed(printed, node, ROOT)
+
+
 GO = all(map(shutil.which, ("go", "protoc", "protoc-gen-go", "protoc-gen-go-grpc"))) and all(
     Path("/usr/share/gocode/src", path).exists()
     for path in ("google.golang.org/grpc", "github.com/golang/protobuf/proto/registry.go")
@@ -188,25 +228,22 @@ GO = all(map(shutil.which, ("go", "protoc", "protoc-gen-go", "protoc-gen-go-grpc
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not GO, reason="Go, or one of its libraries, is not installed")
 def test_a_client_in_go_is_generated_and_declines(
     homes: tuple[str, str], engine: Callable[..., Engine], tmp_path: Path
 ) -> None:
-    generate = [str(ROOT / "examples" / "go" / "generate.sh"), str(tmp_path)]
-    made = subprocess.run(generate, capture_output=True, text=True, timeout=100, check=False)
-    assert made.returncode == 0, made.stderr
     source = engine(homes[0], Model(), shards(4, 1)).ready()
+    listed = built("Go", homes[0], tmp_path)
+    incarnation = source.session.token.incarnation.hex()
+    assert f"engine {source.spec.engine_id} {incarnation} ENGINE_STATE_READY\n" in listed
     offered = source.session.publish("go", {"full": Blocks([1])})
-    command = [str(tmp_path / "example"), homes[1], offered.reference]
+    command = [str(tmp_path / "go" / "example"), homes[1], offered.reference]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"kvferryd {kvferry.__version__} at ")
     assert done.stdout.endswith("declined\n")
     assert source.release_of(offered).outcome is ReleaseOutcome.DECLINED
-    command = [str(tmp_path / "example"), homes[0]]
-    listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    incarnation = source.session.token.incarnation.hex()
-    assert f"engine {source.spec.engine_id} {incarnation} ENGINE_STATE_READY\n" in listed
 
 
 RUST = all(map(shutil.which, ("cargo", "protoc"))) and all(
@@ -222,12 +259,12 @@ RUST = all(map(shutil.which, ("cargo", "protoc"))) and all(
 def test_a_client_in_rust_is_generated_and_declines(
     homes: tuple[str, str], engine: Callable[..., Engine], tmp_path: Path
 ) -> None:
-    build = [str(ROOT / "examples" / "rust" / "build.sh"), str(tmp_path)]
-    made = subprocess.run(build, capture_output=True, text=True, timeout=500, check=False)
-    assert made.returncode == 0, made.stderr
     source = engine(homes[0], Model(), shards(4, 1)).ready()
+    incarnation = source.session.token.incarnation.hex()
+    listed = built("Rust", homes[0], tmp_path).splitlines()
+    assert f"engine {source.spec.engine_id} {incarnation} ENGINE_STATE_READY" in listed
     offered = source.session.publish("rust", {"full": Blocks([1])})
-    example = str(tmp_path / "target" / "debug" / "kvferry-example")
+    example = str(tmp_path / "rust" / "target" / "debug" / "kvferry-example")
 
     def run(*arguments: str) -> list[str]:
         done = subprocess.run([example, *arguments], capture_output=True, text=True, timeout=60, check=False)
@@ -240,8 +277,6 @@ def test_a_client_in_rust_is_generated_and_declines(
     assert declined == "declined"
     assert refused.endswith("[BAD_REFERENCE]")
     assert source.release_of(offered).outcome is ReleaseOutcome.DECLINED
-    incarnation = source.session.token.incarnation.hex()
-    assert f"engine {source.spec.engine_id} {incarnation} ENGINE_STATE_READY" in run(homes[0])
     gone = subprocess.run(
         [example, f"127.0.0.1:{free_port()}"], capture_output=True, text=True, timeout=60, check=False
     )

@@ -27,9 +27,12 @@ DONE_HERE = ("git", "pip")
 """Programs whose commands have made the environment of the tests; what they ask for is compared with it."""
 
 
-def commands(page: str) -> list[str]:
-    """The commands of a page's first block of them, without the comments behind them."""
-    block = re.search(r"^```sh\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+def commands(page: str, heading: str = "") -> list[str]:
+    """The commands of the first block of them that a page has under a heading, without the comments behind them."""
+    text = (ROOT / page).read_text()
+    if heading:
+        text = text[text.index(f"\n## {heading}\n") :]
+    block = re.search(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert block is not None, f"{page} has no commands"
     return [re.sub(r"\s+# .*$", "", line) for line in block.group(1).splitlines()]
 

@@ -30,6 +30,7 @@ ROUTERS = [
     Router("vllm-router", {**ASKED, **NULLS}),
     Router("vllm-toy-proxy", {**ASKED, **NULLS}, {"max_tokens": 1, "min_tokens": 1, "stream": False}),
     Router("llm-d-sidecar-nixlv2", {**ASKED, **NULLS}, {"max_tokens": 1, "max_completion_tokens": 1, "stream": False}),
+    Router("llm-d-coordinator-nixl", {**ASKED, **NULLS}, adds={"do_remote_decode": False, "do_remote_prefill": True}),
     Router("production-stack", {**ASKED, **NULLS}, adds={"remote_host": "10.0.0.7"}),
     Router("aibrix", {**ASKED, **NULLS}, adds={"remote_host": "10.0.0.7"}),
     Router("dynamo", {**ASKED, **NULLS}, {"max_tokens": 1, "min_tokens": 1}),
