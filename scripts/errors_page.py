@@ -76,7 +76,7 @@ def of_the_contract() -> Iterator[Entry]:
     classes = {cls.reason: cls for cls in exceptions() if cls.reason}
     _, declared = rpc_reference.declarations((rpc_reference.PROTOS / "errors.proto").read_text())
     for value in sorted(declared[0].members, key=lambda member: member.name):
-        reason = value.name.removeprefix("ERROR_REASON_")
+        reason = value.name
         if value.number == "0":
             continue
         found = COMMENT.fullmatch(" ".join(value.comment.split()))

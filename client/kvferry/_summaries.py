@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 Row: TypeAlias = "dict[str, object]"
 
+RECOVERING = "waits for engines that it had, or for their snapshots: lists may lack some"
+"""What a node server does that says `recovering` in its lists."""
+
 
 def engine_row(summary: ipb.EngineSummary) -> Row:
     return {

@@ -40,7 +40,7 @@ class KvferryError(Exception):
     this class, such as that of a peer of a later version.
 
     Attributes:
-        reason: name of the `kvferry.v1.ErrorReason` without its prefix, e.g. ``"BAD_BLOCK"``; empty for errors that
+        reason: name of the `kvferry.v1.ErrorReason`, e.g. ``"BAD_BLOCK"``; empty for errors that
             never cross the wire.
         code: name of the gRPC status code.
         values: every dynamic value of the message, as strings.

@@ -154,7 +154,7 @@ function typed(error: grpc.ServiceError): KvferryError {
 function typedResult(error: NotificationError): KvferryError {
   const unavailable = error.code === grpc.status.UNAVAILABLE ? PAUSE_MS : undefined;
   const retry = error.retry_after ? milliseconds(error.retry_after) : unavailable;
-  return new KvferryError(error.reason.replace("ERROR_REASON_", ""), error.message, error.metadata, retry);
+  return new KvferryError(error.reason, error.message, error.metadata, retry);
 }
 
 const pause = (ms: number) => new Promise((resolve) => setTimeout(resolve, ms));

@@ -28,6 +28,8 @@ CACHE_BYTES = 2 * 2 * PLANE_BYTES
 RANKS = 2
 LEASES = ("--ttl", "500", "--max-ttl", "500")
 """The lease is not renewed, and outlives a test run."""
+SETTLED = ("--engine-ttl", "0.01")
+"""The node server waits for no engines of a former start."""
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -46,7 +48,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     path = tmp_path_factory.mktemp("cli") / "node.sock"
     with ExitStack() as stack:
         server = stack.enter_context(
-            Kvferryd(*("--unix", str(path), "--listen", "127.0.0.1:0", "--drain", "0"), *LEASES)
+            Kvferryd(*("--unix", str(path), "--listen", "127.0.0.1:0", "--drain", "0"), *LEASES, *SETTLED)
         )
         stub = KVTransferStub(stack.enter_context(connect(server.address)))
         secret = new_session_secret()
@@ -87,8 +89,9 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 @pytest.fixture(scope="session")
 def empty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kvferryd]:
-    """A node server without engines."""
-    with Kvferryd("--unix", str(tmp_path_factory.mktemp("cli") / "empty.sock"), "--listen", "") as server:
+    """A node server without engines, which waits for those of a former start for as long as a test run takes."""
+    path = tmp_path_factory.mktemp("cli") / "empty.sock"
+    with Kvferryd("--unix", str(path), "--listen", "", "--engine-ttl", "3600", "--retire", "7200") as server:
         yield server
 
 

@@ -121,18 +121,31 @@ def test_listings_are_filtered(scene: Scene) -> None:
     assert "Nothing that was asked for" in scene.run("requests", "--request", "nothing").stdout
 
 
+def test_tables_of_long_lists_are_cut_and_say_so(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.engine("long")
+    of = ("--engine", "long")
+    for reader in ("a", "b", "c"):
+        scene.read(reader)
+    for most, shown in ((2, 2), (3, 3)):
+        monkeypatch.setattr("kvferry._cli.node.MOST_ROWS", most)
+        done = scene.run("transfers", *of)
+        assert done.stdout.count("cmpl-1") == shown
+        assert (done.returncode, "There are more: --engine" in done.stderr) == (0, shown < 3)
+        assert len(scene.answer("transfers", *of)["transfers"]) == 3
+
+
 def test_failed_read_shows_its_reason(scene: Scene) -> None:
     scene.engine("failing")
     of = ("--engine", "failing")
     # A reader of a later version may have reasons that are unknown here.
-    for reason in (pb.RankReport(reason=9999), pb.RankReport(reason=errors_pb2.ERROR_REASON_TRANSFER_STUCK)):  # type: ignore[arg-type]
+    for reason in (pb.RankReport(reason=9999), pb.RankReport(reason=errors_pb2.TRANSFER_STUCK)):  # type: ignore[arg-type]
         reason.outcome = pb.RANK_OUTCOME_FAILED
         scene.report(scene.read("reader").lease_id, reason)
     unknown, stuck = scene.answer("transfers", *of)["transfers"]
     reasons = [transfer["reports"][0]["reason"] for transfer in (unknown, stuck)]
-    assert reasons == ["ERROR_REASON_UNSPECIFIED", "ERROR_REASON_TRANSFER_STUCK"]
+    assert reasons == ["ERROR_REASON_UNSPECIFIED", "TRANSFER_STUCK"]
     (request,) = scene.answer("requests", *of)["requests"]
-    assert request["last_failure"] == "ERROR_REASON_TRANSFER_STUCK"
+    assert request["last_failure"] == "TRANSFER_STUCK"
     table = scene.run("transfers", *of).stdout
     assert "failed: no reason given (rank 0)" in table
     assert "failed: TRANSFER_STUCK (rank 0)" in table

@@ -36,7 +36,8 @@ def test_engines_as_a_table(kvferry: Run, stage: Stage) -> None:
 
 def test_engines_as_json(kvferry: Run, stage: Stage) -> None:
     found = answer(kvferry("engines", "--json"))
-    assert set(found) == {"home_epoch", "engines"}
+    assert set(found) == {"home_epoch", "engines", "recovering"}
+    assert found["recovering"] is False
     (source,) = [engine for engine in found["engines"] if engine["engine"]["engine_id"] == SOURCE]
     assert source == {
         "engine": {"engine_id": SOURCE, "incarnation": stage.incarnation.hex()},
@@ -83,8 +84,17 @@ def test_server_without_engines_prints_a_sentence(empty: Kvferryd) -> None:
     for command, says in (("engines", "No engine"), ("requests", "No request"), ("transfers", "Nothing is read")):
         done = run_kvferry(command, "--server", empty.address)
         assert done.returncode == 0
-        assert done.stdout.startswith(says)
-        assert answer(run_kvferry(command, "--server", empty.address, "--json"))[command] == []
+        sentence, waits = done.stdout.splitlines()
+        assert sentence.startswith(says)
+        assert waits == f"{empty.address} waits for engines that it had, or for their snapshots: lists may lack some."
+        found = answer(run_kvferry(command, "--server", empty.address, "--json"))
+        assert (found[command], found["recovering"]) == ([], True)
+
+
+def test_engines_of_several_servers_say_which_of_them_wait_for_theirs(stage: Stage, empty: Kvferryd) -> None:
+    servers = ("--server", stage.server.address, "--server", empty.address)
+    lines = run_kvferry("engines", *servers).stdout.splitlines()
+    assert [line.split()[0] for line in lines if " waits for " in line] == [empty.address]
 
 
 def test_option_wins_over_the_environment(kvferry: Run, stage: Stage, empty: Kvferryd) -> None:

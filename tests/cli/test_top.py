@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from kvferry._cli.render import console
-from kvferry._cli.top import Look, Peers, Screen, busiest, newest, print_looks
+from kvferry._cli.top import Look, Peers, Screen, busiest, most_pressing, print_looks
 from kvferry._clock import now, to_duration
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -110,6 +110,7 @@ def test_top_prints_one_look_as_json(kvferry: Run, stage: Stage) -> None:
         "server": stage.server.address,
         "error": "",
         "restarted": False,
+        "recovering": False,
         "engines": 2,
         "publications": 1,
         "leases": 1,
@@ -137,6 +138,14 @@ def test_top_prints_one_look_as_lines(kvferry: Run, stage: Stage) -> None:
     first, second = kvferry("top", "--once").stdout.splitlines()
     assert first.endswith(f"{stage.server.address}: 2 engines, 1 publications, 1 leases, -")
     assert second.endswith(f"{SOURCE} -> {READER}: 1 reading, 0 ended, 150.0 kB, -")
+
+
+def test_top_says_of_a_server_that_it_waits_for_its_engines(empty: Kvferryd) -> None:
+    (line,) = run_kvferry("top", "--once", "--server", empty.address).stdout.splitlines()
+    assert f"{empty.address} (recovering): 0 engines, " in line
+    (server,) = json.loads(run_kvferry("top", "--once", "--json", "--server", empty.address).stdout)["servers"]
+    assert server["recovering"] is True
+    assert "recovering" in "\n".join(drawn([Look("s", recovering=True)], 30))
 
 
 def test_top_shows_several_servers_and_the_error_of_a_missing_one(
@@ -263,22 +272,24 @@ def drawn(looks: list[Look], height: int) -> list[str]:
     return [line for line in capture.get().splitlines() if line.strip()]
 
 
-def test_read_that_waits_under_a_router_key_is_shown_as_live() -> None:
-    waiting = ipb.TransferSummary(router_key="room-7", waited=to_duration(3.0))
-    look = Look("s", engines=2, leases=1, transfers=[read_of(1, remaining=0.0), waiting, read_of(2)], whole=True)
-    assert [read.publication for _, read in newest([look])] == [2, 0, 1]
+def test_reads_whose_leases_end_first_come_first_then_the_waiting_then_the_ended() -> None:
+    waiting = [ipb.TransferSummary(router_key=f"room-{seconds}", waited=to_duration(seconds)) for seconds in (3.0, 7.0)]
+    reads = [read_of(1, remaining=0.0), *waiting, read_of(2, 900, 29.0), read_of(3, remaining=4.5), read_of(4, 5, 0.0)]
+    look = Look("s", engines=2, leases=2, transfers=reads, whole=True)
+    pressing = [read.publication or read.router_key for _, read in most_pressing([look])]
+    assert pressing == [3, 2, "room-7.0", "room-3.0", 4, 1]
     text = "\n".join(drawn([look], 30))
-    assert "router key room-7" in text
-    assert "waits for 3.0 s" in text
+    assert "router key room-7.0" in text
+    assert "waits for 7.0 s" in text
 
 
-def test_reads_in_thousands_are_cut_to_the_largest_and_newest_with_the_number_of_the_others() -> None:
-    reads = [read_of(number, size=1000 if number == 17 else 0) for number in range(5000)]
+def test_reads_in_thousands_are_cut_to_those_that_end_first_with_the_number_of_the_others() -> None:
+    reads = [read_of(number, remaining=2.0 if number == 17 else 30.0) for number in range(5000)]
     reads.append(read_of(6000, size=5000, remaining=0.0))
     look = Look(
         "s", engines=2, leases=9000, transfers=reads, whole=False, peers=[Peers("prefill", "decode", 5000, rate=3.0)]
     )
-    assert [read.publication for _, read in newest([look])[:3]] == [17, 4999, 4998]
+    assert [read.publication for _, read in most_pressing([look])[:3]] == [17, 4999, 4998]
     lines = drawn([look], 30)
     assert len(lines) <= 30
     text = "\n".join(lines)
@@ -322,6 +333,7 @@ def test_a_server_whose_answer_is_no_json_does_not_end_the_look_at_the_others(
     broken, good = read_of(2, size=5), read_of(1)
     broken.lease_remaining.seconds = 10**15
     print_looks([Look("bad", transfers=[broken]), Look("good", transfers=[good])])
+    # The lease of the broken one ends last.
     first, second = json.loads(capsys.readouterr().out)["transfers"]
-    assert (first["server"], second["server"], second["publication"]) == ("bad", "good", "1")
-    assert "lease_remaining" in first["error"]
+    assert (first["server"], first["publication"], second["server"]) == ("good", "1", "bad")
+    assert "lease_remaining" in second["error"]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import tomllib
@@ -89,3 +90,25 @@ def test_settings_of_the_unit_are_settings() -> None:
     (toml,) = [text for kind, text in BLOCK.findall(section) if kind == "toml"]
     given = tomllib.loads(toml)
     assert load(given).config.advertise == given["advertise"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file to another user")
+def test_key_with_the_rights_of_the_page_is_read_by_kvferryds_user_and_by_no_other_of_its_group() -> None:
+    section = PAGE[PAGE.index("## systemd") : PAGE.index("## A container")]
+    (commands,) = [text for kind, text in BLOCK.findall(section) if kind == "sh"]
+    assert "chown kvferry /etc/kvferry/node.key" in commands
+    kvferry, engine = 4242, 4243
+
+    def reads(key: Path, user: int) -> bool:
+        command = ["test", "-r", str(key)]
+        return subprocess.run(command, user=user, group=kvferry, extra_groups=[], check=False).returncode == 0
+
+    with TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        key = Path(folder, "node.key")
+        key.touch(0o600)
+        os.chown(key, 0, kvferry)
+        assert not reads(key, kvferry)
+        given = commands.replace("chown kvferry", f"chown {kvferry}").replace("/etc/kvferry/node.key", str(key))
+        subprocess.run(["sh", "-e", "-c", given], check=True)
+        assert [reads(key, user) for user in (kvferry, engine)] == [True, False]

@@ -12,7 +12,7 @@ def report(rank: int, outcome: pb.RankOutcome.ValueType, reason: errors_pb2.Erro
 
 
 def test_failed_ranks_are_counted_by_reason_and_others_left_out() -> None:
-    nothing, loss = errors_pb2.ERROR_REASON_UNSPECIFIED, errors_pb2.ERROR_REASON_DATA_LOSS
+    nothing, loss = errors_pb2.ERROR_REASON_UNSPECIFIED, errors_pb2.DATA_LOSS
     failed = [report(rank, pb.RANK_OUTCOME_FAILED, loss) for rank in (9, 1, 3, 5, 7)]
     others = [
         report(0, pb.RANK_OUTCOME_DONE, nothing),

@@ -8,6 +8,8 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import json_format
+from google.rpc import error_details_pb2, status_pb2
 
 from kvferry import errors
 from kvferry._wire.channel import TlsConfig
@@ -73,6 +75,17 @@ def test_error_survives_the_wire(cls: type[KvferryError]) -> None:
         assert back.message == error.message
         assert back.values == {"engine_id": "decode", "block": "7"}
         assert back.retry_after == 1.5
+
+
+@pytest.mark.parametrize("cls", list(with_reasons()), ids=lambda cls: cls.__name__)
+def test_reason_is_spelt_alike_in_details_in_json_and_in_python(cls: type[KvferryError]) -> None:
+    error = make(cls)
+    info = error_details_pb2.ErrorInfo()
+    ((_, details),) = to_status(error).metadata
+    assert isinstance(details, bytes)
+    status_pb2.Status.FromString(details).details[0].Unpack(info)
+    notified = json_format.MessageToDict(to_notification_error(error))["reason"]
+    assert (info.reason, notified) == (cls.reason, cls.reason)
 
 
 def mismatches(count: int, text: str) -> tuple[Mismatch, ...]:

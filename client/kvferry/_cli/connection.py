@@ -159,12 +159,19 @@ class Node:
         """Return an engine without its ranks."""
         return self._asked("GetEngine", engine_id=engine_id, page_size=1).summary  # type: ignore[no-any-return]
 
-    def listing(self, kind: str, most: float = math.inf, **asked: str) -> Any:
-        """Return at most `most` pages of a list as one response, which has a `next_page_token` if there are more."""
-        return self._asked(f"List{kind.title()}", lambda page: getattr(page, kind), most, page_size=PAGE_SIZE, **asked)
+    def listing(self, kind: str, most: float = math.inf, rows: float = math.inf, **asked: str) -> Any:
+        """Return at most `most` pages of a list as one response, and none after the first `rows` entries or somewhat
+        more. The response has a `next_page_token` if there are more."""
+        method, size = f"List{kind.title()}", int(min(rows, PAGE_SIZE))
+        return self._asked(method, lambda page: getattr(page, kind), most, rows, page_size=size, **asked)
 
     def _asked(
-        self, method: str, paged: Callable[[Any], Any] | None = None, most: float = math.inf, **asked: Any
+        self,
+        method: str,
+        paged: Callable[[Any], Any] | None = None,
+        most: float = math.inf,
+        rows: float = math.inf,
+        **asked: Any,
     ) -> Any:
         """Call a method of the service Introspection, page by page; `paged` returns the list of a page."""
         from kvferry.v1 import introspection_pb2
@@ -173,7 +180,7 @@ class Node:
         call = getattr(IntrospectionStub(self.channel), method)
         request = getattr(introspection_pb2, f"{method}Request")(**asked)
         whole, taken = self.call(call, request), 1
-        while paged is not None and whole.next_page_token and taken < most:
+        while paged is not None and whole.next_page_token and taken < most and len(paged(whole)) < rows:
             request.page_token = whole.next_page_token
             page = self.call(call, request)
             paged(whole).extend(paged(page))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from kvferry._cli.connection import DEFAULT_SERVER, AsJson, Connection, Directory, Server, look_up, with_connection
-from kvferry._cli.render import complete, console, facts, listing, print_json, safe, sentences, table
+from kvferry._cli.render import complete, console, facts, listing, print_json, recovering, safe, sentences, table
 from kvferry._summaries import Row, engine_row, enum_name
 from kvferry.errors import KvferryError
 
@@ -55,6 +55,9 @@ def engines(
     else:
         where = safe(servers[0]) if single else f"the {len(answered)} node servers that answered"
         console().print(f"No engine has its home at {where}.", markup=False)
+    if not as_json:
+        for asked in (name for name, response in answered if response.recovering):
+            console().print(recovering(asked), markup=False)
     for server, error in failed:
         message = " ".join(sentences(error).split())
         where = "" if safe(server) in message else f"{safe(server)}: "

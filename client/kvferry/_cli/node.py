@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
 from kvferry import __version__
 from kvferry._cli.connection import DEFAULT_SERVER, Connection, Node, Server, with_connection
-from kvferry._cli.render import console, facts, listing, print_json, safe, table
+from kvferry._cli.render import console, facts, listing, print_json, recovering, safe, table
 from kvferry._summaries import Row, lasting, request_row, transfer_row
 
 if TYPE_CHECKING:
-    from google.protobuf.message import Message
+    from kvferry.v1 import introspection_pb2 as ipb
+
+    Listed: TypeAlias = ipb.ListRequestsResponse | ipb.ListTransfersResponse
 
 CHECK = "/grpc.health.v1.Health/Check"
 STATUSES = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
 """grpc.health.v1.HealthCheckResponse.ServingStatus, by number."""
+MOST_ROWS = 200
+"""Most rows of a table of requests or transfers. A home may have a quarter of a million leases: to ask for them all and
+to draw them would take minutes."""
 PACKAGES = ("grpcio", "protobuf", "nixl", "torch")  # Packages whose versions a bug report needs
 
 OfEngine = Annotated[str, typer.Option("--engine", metavar="ID", help="Only of this engine.")]
@@ -101,22 +107,31 @@ def version(
 def requests(engine_id: OfEngine = "", request_id: OfRequest = "", reader: OfReader = "", *, node: Node) -> None:
     """List the published requests that are not released yet."""
     which = "Nothing that was asked for" if engine_id or request_id or reader else "No request"
-    found = node.listing("requests", engine_id=engine_id, request_id=request_id, reader_engine_id=reader)
+    found = _listed(node, "requests", engine_id, request_id, reader)
     _show(node, found, [request_row(each) for each in found.requests], f"{which} is published at {node.server}.")
 
 
 @with_connection
 def transfers(engine_id: OfEngine = "", request_id: OfRequest = "", reader: OfReader = "", *, node: Node) -> None:
     """List reads from a node server's engines, and their leases."""
-    found = node.listing("transfers", engine_id=engine_id, request_id=request_id, reader_engine_id=reader)
+    found = _listed(node, "transfers", engine_id, request_id, reader)
     none = f"Nothing is read from the engines of {node.server}."
     _show(node, found, [transfer_row(each) for each in found.transfers], none)
 
 
-def _show(node: Node, found: Message, rows: Sequence[Row], none: str) -> None:
+def _listed(node: Node, kind: str, engine_id: str, request_id: str, reader: str) -> Any:
+    """Return a list: whole as JSON, and for people as much as they read."""
+    most = math.inf if node.as_json else MOST_ROWS
+    return node.listing(kind, rows=most, engine_id=engine_id, request_id=request_id, reader_engine_id=reader)
+
+
+def _show(node: Node, found: Listed, rows: Sequence[Row], none: str) -> None:
     if node.as_json:
         print_json(found)
-    elif rows:
-        console().print(listing(rows))
-    else:
-        console().print(safe(none), markup=False)
+        return
+    console().print(listing(rows[:MOST_ROWS]) if rows else safe(none), markup=False)
+    if found.next_page_token or len(rows) > MOST_ROWS:
+        more = "There are more: --engine, --request and --reader choose some of them, and --json lists all."
+        print(f"kvferry: {more}", file=sys.stderr)
+    if found.recovering:
+        console().print(recovering(node.server), markup=False)

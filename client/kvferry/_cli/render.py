@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvferry._summaries import Row, as_dict
+from kvferry._summaries import RECOVERING, Row, as_dict
 from kvferry.errors import Incompatible, KvferryError
 
 if TYPE_CHECKING:
@@ -63,6 +63,11 @@ def facts(rows: Iterable[tuple[str, object]]) -> Table:
 def safe(text: str) -> str:
     """Escape characters that would control the terminal, in text from a peer."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def recovering(server: str) -> str:
+    """Return the line about a node server that says `recovering` in its lists."""
+    return f"{safe(server)} {RECOVERING}."
 
 
 def sentences(error: KvferryError) -> str:

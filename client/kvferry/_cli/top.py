@@ -38,7 +38,7 @@ PAGES = 4
 node server, however many leases it has."""
 MOST_LISTED = 100  # Most reads, and pairs of engines, in JSON and in lines
 FRAME = 4  # Lines of a table that are not rows: title, head, rule, and the line that counts omitted rows
-SHOWN = ("server", "error", "restarted", "engines", "publications", "leases", "whole")
+SHOWN = ("server", "error", "restarted", "recovering", "engines", "publications", "leases", "whole")
 """The fields of a `Look` that JSON has unchanged."""
 
 
@@ -96,7 +96,7 @@ def print_looks(looks: Sequence[Look]) -> None:
         "time": time.time(),
         "servers": [{name: getattr(look, name) for name in SHOWN} | {"bytes_per_second": look.rate} for look in looks],
         "peers": [{"server": server, **dataclasses.asdict(peers)} for server, peers in busiest(looks)[:MOST_LISTED]],
-        "transfers": [{"server": server, **_values(read)} for server, read in newest(looks)[:MOST_LISTED]],
+        "transfers": [{"server": server, **_values(read)} for server, read in most_pressing(looks)[:MOST_LISTED]],
     }
     print(json.dumps(values), flush=True)
 
@@ -140,7 +140,7 @@ class Screen:
 
     def show(self, looks: Sequence[Look]) -> None:
         self.looks, self.at = looks, time.strftime("%H:%M:%S")
-        self.pairs, self.reads = busiest(looks), newest(looks)
+        self.pairs, self.reads = busiest(looks), most_pressing(looks)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text
@@ -171,7 +171,7 @@ def lines(looks: Sequence[Look], at: str) -> Iterator[str]:
         if look.error:
             yield f"{at} {name}: {safe(look.error)}"
             continue
-        again = " (restarted)" if look.restarted else ""
+        again = f" ({look.state})" if look.state else ""
         yield (
             f"{at} {name}{again}: {look.engines} engines, {look.publications} publications, {look.leases} leases, "
             f"{_rate(look)}"
@@ -189,12 +189,16 @@ def busiest(looks: Sequence[Look]) -> list[tuple[str, Peers]]:
     return sorted(pairs, key=lambda pair: (-(pair[1].rate or 0.0), -pair[1].reading, -pair[1].bytes))
 
 
-def newest(looks: Sequence[Look]) -> list[tuple[str, ipb.TransferSummary]]:
-    """Return all reads with their node servers: live reads first, among them the largest first, then the newest."""
+def most_pressing(looks: Sequence[Look]) -> list[tuple[str, ipb.TransferSummary]]:
+    """Return all reads with their node servers: first those whose leases end first, because a reader that does well
+    renews its lease; then those that wait without one, the longest first; then those that have ended, newest first."""
 
-    def place(listed: tuple[str, ipb.TransferSummary]) -> tuple[bool, int, int, int]:
+    def place(listed: tuple[str, ipb.TransferSummary]) -> tuple[int, int, int, int]:
         _, transfer = listed
-        return not alive(transfer), -transfer.read.bytes, -transfer.publication, -transfer.read.lease_number
+        number = -transfer.publication, -transfer.read.lease_number
+        if has_lease(transfer):
+            return 0, transfer.lease_remaining.ToNanoseconds(), *number
+        return (2, 0, *number) if transfer.publication else (1, -transfer.waited.ToNanoseconds(), *number)
 
     return sorted(((look.server, read) for look in looks for read in look.transfers), key=place)
 
@@ -205,7 +209,7 @@ def _servers(looks: Sequence[Look], more: int) -> Table:
         if look.error
         else (
             *(look.server, look.engines, look.publications, look.leases, _rate(look)),
-            "restarted" if look.restarted else "ok",
+            look.state or "ok",
         )
         for look in looks
     )
@@ -267,12 +271,18 @@ class Look:
     server: str
     error: str = ""  # Why the node server did not answer; empty: it did
     restarted: bool = False  # The node server was restarted since the previous look
+    recovering: bool = False  # It waits for its engines: lists and totals may lack some
     engines: int = 0
     publications: int = 0
     leases: int = 0
     transfers: Sequence[ipb.TransferSummary] = ()  # The first reads, or all
     whole: bool = True  # Whether the lists were short enough to be complete
     peers: Sequence[Peers] = ()
+
+    @property
+    def state(self) -> str:
+        """What is to be known of the numbers; empty: nothing."""
+        return "restarted" if self.restarted else "recovering" if self.recovering else ""
 
     @property
     def rate(self) -> float | None:
@@ -304,6 +314,7 @@ class Looker:
         return Look(
             node.server,
             restarted=restarted,
+            recovering=listed.recovering or read.recovering,
             engines=len(listed.engines),
             publications=sum(engine.publications for engine in listed.engines),
             leases=sum(engine.leases for engine in listed.engines),

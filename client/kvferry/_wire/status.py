@@ -60,10 +60,7 @@ NAMED_RANKS = 4
 TOO_LARGE = "larger than max"
 """Part of gRPC's text for a message over the size limit of either side, which has no status code of its own."""
 
-_PREFIX = "ERROR_REASON_"
-_REASONS: dict[int, str] = {
-    number: name.removeprefix(_PREFIX) for name, number in errors_pb2.ErrorReason.items() if number
-}
+_REASONS: dict[int, str] = {number: name for name, number in errors_pb2.ErrorReason.items() if number}
 
 # The classes of errors whose reason this version does not know.
 _BY_CODE: dict[str, type[KvferryError]] = {
@@ -152,7 +149,7 @@ def error_of_peer(error: grpc.RpcError) -> KvferryError | None:
         return None
     if found is None:
         return None
-    reason, message = found.reason.removeprefix(_PREFIX), status.message or _text_of(error)
+    reason, message = found.reason, status.message or _text_of(error)
     return _rebuilt(reason, _code_of(error), message, found.metadata, retry_after)
 
 
@@ -230,12 +227,12 @@ def _bounded(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def reason_number(reason: str) -> errors_pb2.ErrorReason.ValueType:
-    """Return the `kvferry.v1.ErrorReason` of a name without its prefix; 0 for an empty name."""
-    return errors_pb2.ErrorReason.Value(f"{_PREFIX}{reason}") if reason else errors_pb2.ERROR_REASON_UNSPECIFIED
+    """Return the `kvferry.v1.ErrorReason` of a name; 0 for an empty name."""
+    return errors_pb2.ErrorReason.Value(reason) if reason else errors_pb2.ERROR_REASON_UNSPECIFIED
 
 
 def reason_name(number: int) -> str:
-    """Return the name of a `kvferry.v1.ErrorReason` without its prefix; empty for 0 and for unknown numbers."""
+    """Return the name of a `kvferry.v1.ErrorReason`; empty for 0 and for unknown numbers."""
     return _REASONS.get(number, "")
 
 

@@ -8,6 +8,9 @@ fewer where they would take more than about 256 KiB. A filtered page may have no
 most 16384 entries for it: go on until next_page_token is empty. Filters are exact and hold together; with another
 filter, begin at the first page.
 
+A home that has just started waits for its engines and their snapshots. Until they are there, lists lack them and say so
+(`recovering`); other calls about an engine that is not back are HOME_RECOVERING.
+
 Nothing here is a secret: leases are named by their public numbers.
 """
 
@@ -270,10 +273,13 @@ class ListEnginesResponse(google.protobuf.message.Message):
     HOME_EPOCH_FIELD_NUMBER: builtins.int
     ENGINES_FIELD_NUMBER: builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    RECOVERING_FIELD_NUMBER: builtins.int
     home_epoch: builtins.bytes
     """home_epoch of the node server, 16 bytes."""
     next_page_token: builtins.str
     """next_page_token; empty after the last page."""
+    recovering: builtins.bool
+    """recovering says that engines may be missing: the home has just started, and waits for those that it had."""
     @property
     def engines(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___EngineSummary]:
         """engines of the page."""
@@ -284,8 +290,9 @@ class ListEnginesResponse(google.protobuf.message.Message):
         home_epoch: builtins.bytes = ...,
         engines: collections.abc.Iterable[global___EngineSummary] | None = ...,
         next_page_token: builtins.str = ...,
+        recovering: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["engines", b"engines", "home_epoch", b"home_epoch", "next_page_token", b"next_page_token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engines", b"engines", "home_epoch", b"home_epoch", "next_page_token", b"next_page_token", "recovering", b"recovering"]) -> None: ...
 
 global___ListEnginesResponse = ListEnginesResponse
 
@@ -466,10 +473,13 @@ class ListRequestsResponse(google.protobuf.message.Message):
     HOME_EPOCH_FIELD_NUMBER: builtins.int
     REQUESTS_FIELD_NUMBER: builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    RECOVERING_FIELD_NUMBER: builtins.int
     home_epoch: builtins.bytes
     """home_epoch of the node server, 16 bytes."""
     next_page_token: builtins.str
     """next_page_token; empty after the last page."""
+    recovering: builtins.bool
+    """recovering says that requests may be missing: the home has just started, or waits for the snapshot of an engine asked for."""
     @property
     def requests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RequestSummary]:
         """requests of the page."""
@@ -480,8 +490,9 @@ class ListRequestsResponse(google.protobuf.message.Message):
         home_epoch: builtins.bytes = ...,
         requests: collections.abc.Iterable[global___RequestSummary] | None = ...,
         next_page_token: builtins.str = ...,
+        recovering: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["home_epoch", b"home_epoch", "next_page_token", b"next_page_token", "requests", b"requests"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["home_epoch", b"home_epoch", "next_page_token", b"next_page_token", "recovering", b"recovering", "requests", b"requests"]) -> None: ...
 
 global___ListRequestsResponse = ListRequestsResponse
 
@@ -591,10 +602,13 @@ class ListTransfersResponse(google.protobuf.message.Message):
     HOME_EPOCH_FIELD_NUMBER: builtins.int
     TRANSFERS_FIELD_NUMBER: builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    RECOVERING_FIELD_NUMBER: builtins.int
     home_epoch: builtins.bytes
     """home_epoch of the node server, 16 bytes."""
     next_page_token: builtins.str
     """next_page_token; empty after the last page."""
+    recovering: builtins.bool
+    """recovering says that transfers may be missing: the home has just started, or waits for the snapshot of an engine asked for."""
     @property
     def transfers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TransferSummary]:
         """transfers of the page."""
@@ -605,8 +619,9 @@ class ListTransfersResponse(google.protobuf.message.Message):
         home_epoch: builtins.bytes = ...,
         transfers: collections.abc.Iterable[global___TransferSummary] | None = ...,
         next_page_token: builtins.str = ...,
+        recovering: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["home_epoch", b"home_epoch", "next_page_token", b"next_page_token", "transfers", b"transfers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["home_epoch", b"home_epoch", "next_page_token", b"next_page_token", "recovering", b"recovering", "transfers", b"transfers"]) -> None: ...
 
 global___ListTransfersResponse = ListTransfersResponse
 

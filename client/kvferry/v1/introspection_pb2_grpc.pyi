@@ -8,6 +8,9 @@ fewer where they would take more than about 256 KiB. A filtered page may have no
 most 16384 entries for it: go on until next_page_token is empty. Filters are exact and hold together; with another
 filter, begin at the first page.
 
+A home that has just started waits for its engines and their snapshots. Until they are there, lists lack them and say so
+(`recovering`); other calls about an engine that is not back are HOME_RECOVERING.
+
 Nothing here is a secret: leases are named by their public numbers.
 """
 

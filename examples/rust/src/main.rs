@@ -46,7 +46,7 @@ async fn run(address: &str, references: &[String]) -> Result<(), Status> {
         for result in answer.results {
             // The call may go well, and the decline be refused.
             match result.kind {
-                Some(Answered::Error(error)) => println!("{} [{}]", error.message, error.reason),
+                Some(Answered::Error(error)) => println!("{} [{}]", error.message, error.reason().as_str_name()),
                 _ => println!("declined"),
             }
         }

@@ -12,7 +12,7 @@ from string import Formatter
 from typing import Any
 from urllib.parse import urlencode
 
-from kvferry._summaries import engine_row, request_row, transfer_row
+from kvferry._summaries import RECOVERING, engine_row, request_row, transfer_row
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry_server.admin import status
 from kvferry_server.admin.limits import PAGE_SIZE
@@ -55,7 +55,7 @@ FRONT = """<h1>Node server {state[advertise]}</h1>
 <p class="{how}">{ready}</p>
 <p>Version {state[version]}, epoch {epoch}, up for {state[uptime_s]:.0f} s. Live leases: {leases}. Pinned requests:
 {state[pinned]}{oldest}.</p>
-<h2>Engines</h2>{engines}
+{recovering}<h2>Engines</h2>{engines}
 <h2>The last reads</h2><p class="legend">{legend}</p>{timeline}
 <h2>Reads</h2><p class="note">Under way, and ended ones whose outcome is kept.</p>{reads}
 <h2>Requests</h2><p class="note">Published, and not yet acknowledged by their engine as released.</p>{requests}
@@ -131,6 +131,7 @@ def front(node: NodeState, query: Mapping[str, str]) -> Html:
         how="good" if state["ready"] else "bad",
         ready="ready" if state["ready"] else f"not ready: {state['why_not_ready']}",
         leases=", ".join(f"{count} {name}" for name, count in state["leases"].items()) or "none",
+        recovering=html('<p class="bad" id="recovering">It {}.</p>', RECOVERING) if reads.recovering else "",
         oldest="" if pinned is None else f", the oldest for {pinned:.0f} s",
         engines=shown("engines", linked, engines.next_page_token),
         legend=each('<span class="{0}">{0}</span>', COLOURS),

@@ -120,7 +120,7 @@ class Registry:
         engine = self._engines.get(ref)
         if engine is not None:
             return engine
-        if self._is_retired(ref) or (self._named(ref.engine_id) and not self._recovering):
+        if self._is_retired(ref) or (self._named(ref.engine_id) and not self.recovering):
             raise self._restarted(ref)
         raise self._unknown(ref.engine_id)
 
@@ -323,7 +323,7 @@ class Registry:
     def _check_not_in_use(self, engine: Engine, now: float) -> None:
         """Raise `EngineIdInUse` if another incarnation may not take the engine_id from this one: unless this one is
         dead, or this home has just started and cannot tell which is the older."""
-        if engine.dead or self._recovering:
+        if engine.dead or self.recovering:
             return
         ref, ttl = engine.ref, self._times.engine_ttl
         raise EngineIdInUse(
@@ -362,7 +362,7 @@ class Registry:
         return self._retired.has(ref, self._clock.now())
 
     @property
-    def _recovering(self) -> bool:
+    def recovering(self) -> bool:
         """Whether this home has just started, and waits for engines that it had before a restart."""
         return self._clock.now() < self._records.started + self._times.engine_ttl
 
@@ -377,7 +377,7 @@ class Registry:
         return _restarted(ref, "was stopped, replaced, or evicted by an operator")
 
     def _unknown(self, engine_id: str) -> EngineUnknown | HomeRecovering:
-        if self._recovering:
+        if self.recovering:
             problem = f"this home has just started and waits for its engines; {engine_id!r} is not back yet"
             return HomeRecovering(problem, retry_after=RECOVERING_RETRY_AFTER, engine_id=engine_id)
         problem = f"this home has no engine {engine_id!r}: it has ended, or its home is another node server"

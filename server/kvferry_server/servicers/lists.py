@@ -36,7 +36,9 @@ def engines(home: Home, request: ipb.ListEnginesRequest) -> ipb.ListEnginesRespo
         summaries, token = page(
             listed, lambda engine: engine_summary(home, engine), request.page_size, request.page_token
         )
-    return ipb.ListEnginesResponse(home_epoch=home.epoch, engines=summaries, next_page_token=token)
+        return ipb.ListEnginesResponse(
+            home_epoch=home.epoch, engines=summaries, next_page_token=token, recovering=home.engines.recovering
+        )
 
 
 def requests(home: Home, request: ipb.ListRequestsRequest) -> ipb.ListRequestsResponse:
@@ -45,8 +47,11 @@ def requests(home: Home, request: ipb.ListRequestsRequest) -> ipb.ListRequestsRe
     def described(publication: PublicationRecord) -> tuple[str, Sequence[Lease]]:
         return publication.request_id, publication.reads
 
-    summaries, token = _page(home, request, home.records.listed_publications, encode.request_summary, described)
-    return ipb.ListRequestsResponse(home_epoch=home.epoch, requests=summaries, next_page_token=token)
+    listed, summary = home.records.listed_publications, encode.request_summary
+    summaries, token, recovering = _page(home, request, listed, summary, described)
+    return ipb.ListRequestsResponse(
+        home_epoch=home.epoch, requests=summaries, next_page_token=token, recovering=recovering
+    )
 
 
 def transfers(home: Home, request: ipb.ListTransfersRequest) -> ipb.ListTransfersResponse:
@@ -55,8 +60,11 @@ def transfers(home: Home, request: ipb.ListTransfersRequest) -> ipb.ListTransfer
     def described(read: Lease | WaitingRead) -> tuple[str, Sequence[Lease | WaitingRead]]:
         return "" if isinstance(read, WaitingRead) else read.publication.request_id, (read,)
 
-    summaries, token = _page(home, request, home.records.listed_reads, encode.transfer_summary, described)
-    return ipb.ListTransfersResponse(home_epoch=home.epoch, transfers=summaries, next_page_token=token)
+    listed, summary = home.records.listed_reads, encode.transfer_summary
+    summaries, token, recovering = _page(home, request, listed, summary, described)
+    return ipb.ListTransfersResponse(
+        home_epoch=home.epoch, transfers=summaries, next_page_token=token, recovering=recovering
+    )
 
 
 def _page(
@@ -65,9 +73,10 @@ def _page(
     listed: Callable[[], Mapping[EngineRef, Ordered[Entry]]],
     summary: Callable[[Entry, float], Summary],
     described: Callable[[Entry], tuple[str, Sequence[Lease | WaitingRead]]],
-) -> tuple[list[Summary], str]:
-    """Return a page of a list, and the token of the next page. `described` returns an entry's request_id and reads, for
-    the request's filters; each filter may be empty."""
+) -> tuple[list[Summary], str, bool]:
+    """Return a page of a list, the token of the next page, and whether entries may be missing, because engines or their
+    snapshots are awaited. `described` returns an entry's request_id and reads, for the request's filters; each filter
+    may be empty."""
     engine_id = checks.text("engine_id", request.engine_id, least=0)
     request_id = checks.text("request_id", request.request_id, least=0)
     reader = checks.text("reader_engine_id", request.reader_engine_id, least=0)
@@ -81,4 +90,7 @@ def _page(
     with home.turn() as now:
         entries = {ref: each for ref, each in listed().items() if engine_id in ("", ref.engine_id)}
         among = wanted if request_id or reader else None
-        return page(entries, lambda entry: summary(entry, now), request.page_size, request.page_token, among)
+        found, token = page(entries, lambda entry: summary(entry, now), request.page_size, request.page_token, among)
+        asked = (each for each in home.engines.all_engines() if engine_id in ("", each.ref.engine_id) and not each.dead)
+        awaited = any(home.records.of_engine(each.ref).recovering for each in asked)
+        return found, token, home.engines.recovering or awaited

@@ -20,6 +20,7 @@ from tests.server.admin.conftest import Watched
 from tests.support.admin_listeners import get
 from tests.support.node_servers import Kvferryd
 from tests.support.raw_parties import Party
+from tests.support.waiting import until
 
 EVIL = "<script>document.title='pwned'</script><img src=x onerror=\"document.title='pwned'\">'\"&"
 BROWSER = "chromium"
@@ -107,6 +108,15 @@ def test_engine_page_shows_the_ranks(named: Watched) -> None:
     assert 'id="ranks"' in got.text
     assert "registered" in got.text
     assert EVIL not in got.text
+
+
+def test_first_page_says_while_the_node_server_waits_for_its_engines(tmp_path: Path) -> None:
+    flags = ["--unix", f"{tmp_path}/node.sock", "--listen", "", "--admin", "127.0.0.1:0", "--drain", "0"]
+    said = "waits for engines"
+    with Kvferryd(*flags, "--engine-ttl", "600") as server:
+        assert said in get(server.admin, "/").text
+    with Kvferryd(*flags, "--engine-ttl", "0.01") as server:
+        until(lambda: said not in get(server.admin, "/").text)
 
 
 def test_templates_escape_values_that_are_not_html() -> None:

@@ -279,7 +279,7 @@ async def test_sums_of_a_rank_that_is_not_registered_yet_are_asked_for_again(tmp
             page = pb.PublishChecksums(publication=1, rank=rank, last=True)
             return (await node.source(pb.Notification(checksums=page)))[0]
 
-        assert (await sums(1)).error.reason == errors_pb2.ERROR_REASON_HOME_RECOVERING
+        assert (await sums(1)).error.reason == errors_pb2.HOME_RECOVERING
         assert (await sums(2)).error.metadata["field"] == "checksums.rank"
         await node.register(1, 2)
         assert (await sums(1)).WhichOneof("kind") == "done"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +30,17 @@ from kvferry_server.domain.limits import MAX_RANK_BYTES
 from kvferry_server.servicers import introspection, paging
 from kvferry_server.servicers.callers import Context
 from tests.server.servicers.registrations import of_size
-from tests.support.node_in_process import ADVERTISE, TIMEOUT, Node, proto, raised, read_done
+from tests.support.node_in_process import (
+    ADVERTISE,
+    TIMEOUT,
+    Node,
+    Watch,
+    proto,
+    raised,
+    read_done,
+    running,
+    snapshot,
+)
 from tests.support.parties import FULL, P2, TIMES, D, E, P, rank_geometry, read_id, start
 
 
@@ -55,6 +66,38 @@ async def test_engines_are_listed_with_their_state_page_by_page(node: Node) -> N
     assert (summary.state, summary.num_ranks, list(summary.missing_ranks)) == (ipb.ENGINE_STATE_INCOMPLETE, 2, [1])
     assert summary.cache_bytes == 4 * 4 * 16 * 256 * FULL.num_blocks
     assert answer.home_epoch == node.home.epoch
+
+
+async def test_lists_say_while_engines_or_their_snapshots_are_awaited(tmp_path: Path) -> None:
+    """An empty list would look like an answer."""
+
+    async def recovering(of: str = "") -> tuple[bool, bool, bool]:
+        engines = await node.introspection.ListEngines(ipb.ListEnginesRequest(), timeout=TIMEOUT)
+        requests = await node.introspection.ListRequests(ipb.ListRequestsRequest(engine_id=of), timeout=TIMEOUT)
+        transfers = await node.introspection.ListTransfers(ipb.ListTransfersRequest(engine_id=of), timeout=TIMEOUT)
+        return engines.recovering, requests.recovering, transfers.recovering
+
+    async with running(tmp_path, new=True) as node:
+        assert await recovering() == (True, True, True)
+        await node.open_engine()
+        # Others may still come back.
+        assert await recovering(P.engine_id) == (True, True, True)
+        node.pass_by(TIMES.engine_ttl)
+        assert await recovering() == (False, False, False)
+        watch = Watch(node, E)
+        assert await watch.kinds(2) == ["opened", "synced"]
+        assert await recovering() == (False, True, True)
+        assert await recovering(E.engine_id) == (False, True, True)
+        assert await recovering(P.engine_id) == (False, False, False)
+        await node.source(*snapshot(), ref=E)
+        assert await recovering() == (False, False, False)
+        # It dies before its snapshot: nobody waits for that any more.
+        dying = Watch(node, D)
+        assert await dying.kinds(2) == ["opened", "synced"]
+        await node.leaves(dying)
+        assert await recovering() == (False, True, True)
+        node.pass_by(TIMES.engine_ttl)
+        assert await recovering() == (False, False, False)
 
 
 async def test_a_page_of_engines_with_thousands_of_missing_ranks_is_bounded(node: Node) -> None:

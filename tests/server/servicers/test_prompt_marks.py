@@ -90,13 +90,13 @@ async def test_publication_is_still_readable_after_a_mismatch(ready: Node) -> No
     await ready.publish(marks=marks(64))
     wrong = (await ready.read()).accepted.lease_id
     report = read_done(wrong, 0, outcome=pb.RANK_OUTCOME_FAILED)
-    report.read_done.reports[0].reason = errors_pb2.ERROR_REASON_PROMPT_MISMATCH
+    report.read_done.reports[0].reason = errors_pb2.PROMPT_MISMATCH
     [answer] = await ready.reader(report)
     assert answer.read_ended.complete
     [read] = (await ready.introspection.ListTransfers(ipb.ListTransfersRequest(), timeout=TIMEOUT)).transfers
     assert (read.read.state, read.reports[0].reason) == (
         pb.READ_STATE_FAILED,
-        errors_pb2.ERROR_REASON_PROMPT_MISMATCH,
+        errors_pb2.PROMPT_MISMATCH,
     )
     # The hold begins anew.
     ready.pass_by(TIMES.hold - 1)
@@ -104,7 +104,7 @@ async def test_publication_is_still_readable_after_a_mismatch(ready: Node) -> No
     assert (found.state, found.leases, found.last_failure) == (
         ipb.REQUEST_STATE_PUBLISHED,
         0,
-        errors_pb2.ERROR_REASON_PROMPT_MISMATCH,
+        errors_pb2.PROMPT_MISMATCH,
     )
     assert (found.reads_valid, found.expected_reads) == (0, 1)
     right = await ready.read(reader=E)

@@ -155,7 +155,7 @@ async def test_an_engine_that_lacked_heads_may_register_with_another_cache(node:
     geometry = dataclasses.replace(rank_geometry(), planes=planes)
     await node.register(geometry=geometry, groups=(small,))
     beyond = pb.GroupBlocks(group="full", end_token=16, run_starts=[5], run_counts=[1])
-    assert (await node.publish(1, groups=[beyond])).error.reason == errors_pb2.ERROR_REASON_BAD_BLOCK
+    assert (await node.publish(1, groups=[beyond])).error.reason == errors_pb2.BAD_BLOCK
     await node.publish(2)
     lease_id = (await node.read(2)).accepted.lease_id
     report = pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE, bytes=2**64 - 1)
