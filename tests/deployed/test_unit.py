@@ -79,8 +79,8 @@ def install(system: System, issued: TlsConfig) -> None:
 
 def allow(system: System) -> None:
     """Give the key to kvferryd, as docs/deployment.md says."""
-    system.execute("chgrp", "kvferry", "/etc/kvferry/node.key")
-    system.execute("chmod", "640", "/etc/kvferry/node.key")
+    system.execute("chown", "kvferry", "/etc/kvferry/node.key")
+    system.execute("chmod", "400", "/etc/kvferry/node.key")
 
 
 def certificate(system: System) -> str:
