@@ -16,7 +16,7 @@ CODE := $(wildcard client server tests benchmarks examples scripts)
 VENV := .venv/.installed
 NODE := tests/support/nodejs/node_modules/.installed
 
-.PHONY: help setup node demo test test-slow test-oldest test-vllm test-sglang test-gpu test-rdma gpu-bundle lint format reliability house errors schema metrics soak mutate
+.PHONY: help setup node demo test test-slow test-oldest test-vllm test-sglang test-gpu test-rdma test-deployed gpu-bundle lint format reliability house errors schema metrics soak mutate
 .PHONY: proto proto-check breaking release-protos bench bench-vllm docs lock package sbom clean
 
 help: ## Show this help
@@ -135,6 +135,11 @@ test-gpu: setup ## Run the tests of GPUs and measure, see CONTRIBUTING.md (DEVIC
 # Without qemu or Debian's packages it says so and runs nothing. KVM is not needed.
 test-rdma: setup ## Run the tests of RDMA in emulated machines with soft-RoCE (PYTEST_ARGS=)
 	@.venv/bin/python -m tests.rdma $(PYTEST_ARGS)
+
+# As root, on Debian, with buildah, debootstrap and systemd-container; without them it runs nothing, and says so. Under `CI`
+# that is a failure. A test waits for a build, or for a system that boots.
+test-deployed: package ## Build the image, boot the systemd unit, and read through both (PYTEST_ARGS=)
+	@KVFERRY_DEPLOYED=1 .venv/bin/python -m pytest -o timeout=900 tests/deployed $(PYTEST_ARGS)
 
 GPU_PYTHON ?= 3.12
 GPU_CUDA ?= cu12,cu13

@@ -25,6 +25,8 @@ KNOWN_SKIPS = (
     # These run in machines that `make test-rdma` boots.
     "there is no RDMA device",
     "machines with RDMA are started by",
+    # What `make test-deployed` makes.
+    "images and systems are made by",
     "network namespaces need",
     "network namespaces cannot be made here",
     # Of the doctor's, which change what their process sees.
