@@ -30,8 +30,6 @@ from tests.support.engines import Engine
 from tests.support.node_servers import free_port
 from tests.support.repository import ROOT
 
-MODULES = ROOT / "tests" / "support" / "nodejs" / "node_modules"
-
 
 def test_readme_shows_the_example_that_runs() -> None:
     example = (ROOT / "examples" / "one_process.py").read_text()
@@ -139,22 +137,8 @@ def answering() -> Iterator[Callable[[Callable[[Any], Any]], Answering]]:
         server.close()
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the TypeScript examples, compiled."""
-    if not MODULES.exists():
-        pytest.skip("tests/support/nodejs is not installed: npm was missing at set-up")
-    folder = tmp_path_factory.mktemp("router")
-    for file in (ROOT / "examples" / "router").iterdir():
-        shutil.copy(file, folder)
-    (folder / "node_modules").symlink_to(MODULES)
-    done = subprocess.run([MODULES / ".bin" / "tsc"], cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    return folder
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["dispatch.js", "look.js", "router.js"])
+@pytest.mark.parametrize("program", ["dispatch.js", "look.js", "router.js", "sessions.js"])
 def test_typescript_programs_print_their_usage(compiled: Path, program: str) -> None:
     done = subprocess.run(
         ["node", str(compiled / program), "x"], capture_output=True, text=True, timeout=60, check=False
