@@ -83,12 +83,16 @@ def main() -> None:
         while inner.has_unfinished_requests():
             inner.step()
 
-    def begin(request: Any, steps: int) -> None:
-        """Take a request, and make some steps."""
+    def begin(request: Any, steps: int) -> Any:
+        """Take a request, and make some steps; its tokens, and how many of its prompt were cached."""
         inner = engine.llm_engine
         inner.add_request("begun", {"prompt_token_ids": request["prompt"]}, sampling(request))
-        for _ in range(steps):
-            inner.step()
+        said: dict[str, Any] = {"tokens": [], "cached": None}
+        while steps and inner.has_unfinished_requests():
+            steps -= 1
+            for output in inner.step():
+                said = {"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
+        return said
 
     def end_begun() -> Any:
         """Make the steps that the request needs that was begun; its tokens and its finish."""
