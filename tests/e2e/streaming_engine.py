@@ -32,6 +32,7 @@ class StreamingEngine:
 
     Attributes:
         url: where it is.
+        reference: its engine reference; None: it gives none.
         asked: the bodies of the streams that it was asked for.
         ends: how its streams end instead, after a number of tokens: "abort", "error", "break"; "refuse": none begins.
         closed: how many streams their clients have cut.
@@ -71,7 +72,7 @@ class StreamingEngine:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self.reference = f"kvf1e.{self._server.server_port}"
+        self.reference: str | None = f"kvf1e.{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=[0.02])
         self._thread.start()
 
@@ -92,7 +93,7 @@ class StreamingEngine:
                 "finish_reason": finish,
                 "prompt_token_ids": None if index else prompt,
             }
-            yield {"id": f"{self.reference}-{len(self.asked)}", "choices": [choice]}
+            yield {"id": f"{self.url}-{len(self.asked)}", "choices": [choice]}
             if last and how == "error":
                 yield {"error": {"message": "it has failed"}}
             if last:

@@ -163,8 +163,26 @@ def test_session_that_its_engine_ends_goes_on_at_one_that_takes_it(router: Calla
         assert [asked["kv_transfer_params"] for asked in engine.asked] == [{SOURCE: first.reference}]
 
 
-def test_a_request_that_no_engine_takes_is_refused(router: Callable[..., Router]) -> None:
-    routed = router(StreamingEngine(ends=("refuse", 0)))
+def test_older_hint_is_kept_if_there_is_no_newer_one(router: Callable[..., Router]) -> None:
+    first, last = StreamingEngine(ends=("abort", 5)), StreamingEngine()
+    dying = StreamingEngine(turns=0, ends=("break", 3))
+    dying.reference = None
+    with closing(router(first, dying, last).stream()) as stream:
+        until(lambda: bool(dying.asked))
+        first.ends = ("refuse", 0)
+        dying.go()
+        assert stream.read().tokens == following(PROMPT, 12)
+    (asked,) = last.asked
+    assert asked["prompt"] == [*PROMPT, *following(PROMPT, 8)]
+    assert asked["kv_transfer_params"] == {SOURCE: first.reference}
+
+
+@pytest.mark.parametrize("emptied", [False, True])
+def test_a_request_that_no_engine_takes_is_refused(router: Callable[..., Router], emptied: bool) -> None:
+    engine = StreamingEngine(ends=None if emptied else ("refuse", 0))
+    routed = router(engine)
+    if emptied:
+        routed.empty(engine.url)
     with pytest.raises(urllib.error.HTTPError) as caught:
         routed.stream()
     caught.value.close()
@@ -199,6 +217,7 @@ def test_half_a_character_is_generated_again(router: Callable[..., Router]) -> N
     assert "".join(stream.said("text")) == "".join(text_of(whole[: 4 + count], count) for count in range(1, 13))
     assert [asked["prompt"] for asked in second.asked] == [whole[:8]]
     assert {*stream.chunks[0]["choices"][0]} == {"index", "text", "finish_reason"}
+    assert stream.chunks[-1]["usage"]["completion_tokens"] == 12
 
 
 @pytest.mark.parametrize("fields", [{"n": 2}, {"stop": ["x"]}, {"prompt": [PROMPT, PROMPT]}])

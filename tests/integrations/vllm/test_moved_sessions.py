@@ -6,15 +6,21 @@ vLLM runs its FlashAttention backend here, whose blocks may have any size (`test
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
+import sys
+import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvferry.integrations.vllm.params import PREFIX_SOURCE
-from tests.support.node_servers import NodeServerProcess
-from tests.support.vllm_engines import PREFILL, Node, kvferry, make_model, prompt, request
+from tests.support.node_servers import NodeServerProcess, free_port
+from tests.support.repository import ROOT
+from tests.support.vllm_engines import PREFILL, Node, Server, kvferry, make_model, prompt, request
 from tests.support.vllm_flash_attention import environment
 from tests.support.vllm_requests import offered, pinned
 from tests.support.vllm_versions import MINOR
@@ -145,3 +151,78 @@ def test_session_of_an_engine_that_dies_in_between_is_computed(
     decode.close(signal.SIGKILL)
     assert reader.call("end_begun") == [expected[len(said) :], "length"]
     assert int(reader.call("metric", "vllm:kvferry_failed")) == 1
+
+
+@pytest.fixture
+def servers(home: NodeServerProcess, tmp_path: Path) -> Iterator[tuple[Server, Server]]:
+    """Two ``vllm serve`` of a model, both of which read and are read from."""
+    model = make_model(tmp_path / "model", kv_heads=4)
+    connector = kvferry("kv_both", home.address, kv_load_failure_policy="fail")
+    connector["kv_connector_extra_config"]["prefix_wait"] = 2.0
+    # For its /abort_requests.
+    made = [
+        Server(model, tmp_path / f"{name}.log", free_port(), connector, environment={"VLLM_SERVER_DEV_MODE": "1"})
+        for name in ("first", "second")
+    ]
+    try:
+        first, second = (server.ready() for server in made)
+        yield first, second
+    finally:
+        for server in made:
+            server.close()
+
+
+def post(url: str, body: bytes = b"{}") -> Any:
+    asked = urllib.request.Request(url, body, {"content-type": "application/json"})
+    return urllib.request.urlopen(asked, timeout=60)
+
+
+def count(server: Server, name: str) -> float:
+    return sum(
+        float(line.rpartition(" ")[2])
+        for line in server.metrics().splitlines()
+        if line.startswith(f"vllm:kvferry_{name}_total")
+    )
+
+
+def test_stream_of_a_router_goes_on_at_another_server(servers: tuple[Server, Server], tmp_path: Path) -> None:
+    """First the router empties its server, then somebody aborts what runs on the next one."""
+    first, second = servers
+    body = {
+        "model": str(tmp_path / "model"),
+        "prompt": prompt(4, 100),
+        "temperature": 0,
+        "max_tokens": 500,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    expected = second.complete({**body, "cache_salt": "another"})["choices"][0]["token_ids"]
+    port = free_port()
+    command = [sys.executable, str(ROOT / "examples" / "session_router.py"), str(port), f"{first.url},{second.url}"]
+    said: list[int] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as router:
+        try:
+            assert router.stdout is not None
+            assert router.stdout.readline() == b"listening\n"
+            url = f"http://127.0.0.1:{port}"
+            with post(f"{url}/v1/completions", json.dumps(body).encode()) as stream:
+
+                def read(tokens: int) -> None:
+                    while len(said) < tokens and (line := stream.readline()):
+                        if line.startswith(b"data: {"):
+                            said.extend(*(choice["token_ids"] for choice in json.loads(line[6:])["choices"]))
+
+                read(20)
+                with post(f"{url}/empty", first.url.encode()) as emptied:
+                    assert emptied.read() == b"empty\n"
+                assert len(said) < 500
+                read(len(said) + 50)
+                post(f"{url}/fill", first.url.encode()).close()
+                post(f"{second.url}/abort_requests").close()
+                read(500)
+                assert stream.read() == b"data: [DONE]\n\n"
+        finally:
+            router.kill()
+    assert said == expected
+    assert [count(server, "read") for server in servers] == [1, 1]
+    assert [count(server, "prefixes_missed") for server in servers] == [0, 0]
