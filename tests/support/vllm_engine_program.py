@@ -83,14 +83,20 @@ def main() -> None:
         while inner.has_unfinished_requests():
             inner.step()
 
-    def begin(request: Any, steps: int) -> Any:
-        """Take a request, and make some steps; its tokens, and how many of its prompt were cached."""
+    def begin(request: Any, steps: int) -> None:
+        """Take a request, and make some steps."""
         inner = engine.llm_engine
         inner.add_request("begun", {"prompt_token_ids": request["prompt"]}, sampling(request))
+        for _ in range(steps):
+            inner.step()
+
+    def begin_answer(request: Any, tokens: int) -> Any:
+        """Take a request, and step until it has so many tokens, or all; the tokens, and how many of its prompt were
+        cached."""
+        begin(request, 0)
         said: dict[str, Any] = {"tokens": [], "cached": None}
-        while steps and inner.has_unfinished_requests():
-            steps -= 1
-            for output in inner.step():
+        while len(said["tokens"]) < min(tokens, request["max_tokens"]):
+            for output in engine.llm_engine.step():
                 said = {"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
         return said
 
@@ -119,6 +125,7 @@ def main() -> None:
         "generate": generate,
         "abort": abort,
         "begin": begin,
+        "begin_answer": begin_answer,
         "abort_begun": abort_begun,
         "end_begun": end_begun,
         "metric": metric,

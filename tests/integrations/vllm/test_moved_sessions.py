@@ -35,7 +35,7 @@ OF_ITS_OWN = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 WHOLE = 100
 """Tokens of a whole answer."""
 PART = 30
-"""Steps until a session moves."""
+"""Tokens after which a session moves."""
 BLOCK = {"prefill": 32, "decode": 16, "other": 32, "reader": 32}
 """Tokens per block of each engine."""
 
@@ -102,14 +102,13 @@ def test_session_moves_from_decode_to_decode_to_prefill(home: NodeServerProcess,
     tokens = prompt(1, 150)
     expected = alone(prefill, tokens)
     [params] = offered(prefill, [tokens])
-    begun = decode.call("begin", request(tokens, WHOLE, params), PART)
+    begun = decode.call("begin_answer", request(tokens, WHOLE, params), PART)
     decode.call("abort_begun")
     said, source = list(begun["tokens"]), decode
-    assert len(said) > 1
     before = {node: reads(node) for node in (other, prefill)}
-    for node, steps in ((other, PART), (prefill, WHOLE)):
+    for node, count in ((other, PART), (prefill, WHOLE)):
         session = [*tokens, *said]
-        begun = node.call("begin", request(session, WHOLE - len(said), hint(source)), steps)
+        begun = node.call("begin_answer", request(session, WHOLE - len(said), hint(source)), count)
         node.call("abort_begun")
         block = BLOCK["decode" if source is decode else "other"]
         assert begun["cached"] >= full_blocks(session, block)
@@ -142,7 +141,7 @@ def test_session_of_an_engine_that_dies_in_between_is_computed(
     decode, reader = engines["decode"], engine("reader", {}).ready()
     tokens = prompt(3, 150)
     expected = alone(reader, tokens)
-    begun = decode.call("begin", request(tokens, WHOLE), PART)
+    begun = decode.call("begin_answer", request(tokens, WHOLE), PART)
     decode.call("abort_begun")
     said = list(begun["tokens"])
     until(lambda: pinned(home) == 0)
