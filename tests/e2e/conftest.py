@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +11,9 @@ import pytest
 
 from tests.support.caches import POISON, Model, shards
 from tests.support.engines import Engine, engines_in, two_homes
+from tests.support.repository import ROOT
+
+MODULES = ROOT / "tests" / "support" / "nodejs" / "node_modules"
 
 
 @pytest.fixture(autouse=True)
@@ -55,3 +60,21 @@ def engine(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
     """Make engines; they start side by side, so call `ready` on them once all are made."""
     with engines_in(tmp_path) as make:
         yield make
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the TypeScript examples, compiled. It is where it would be in a checkout."""
+    if not MODULES.exists():
+        pytest.skip("tests/support/nodejs is not installed: npm was missing at set-up")
+    root = tmp_path_factory.mktemp("checkout")
+    (root / "protos").symlink_to(ROOT / "protos")
+    folder = root / "examples" / "router"
+    folder.mkdir(parents=True)
+    for pattern in ("*.ts", "*.json"):
+        for file in (ROOT / "examples" / "router").glob(pattern):
+            shutil.copy(file, folder)
+    (folder / "node_modules").symlink_to(MODULES)
+    done = subprocess.run([MODULES / ".bin" / "tsc"], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    return folder

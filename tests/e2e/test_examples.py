@@ -29,8 +29,6 @@ from tests.support.guides import commands
 from tests.support.node_servers import free_port
 from tests.support.repository import ROOT
 
-MODULES = ROOT / "tests" / "support" / "nodejs" / "node_modules"
-
 
 def test_readme_shows_the_example_that_runs() -> None:
     example = (ROOT / "examples" / "one_process.py").read_text()
@@ -121,26 +119,8 @@ def answering() -> Iterator[Callable[[Callable[[Any], Any]], Answering]]:
         server.close()
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the TypeScript examples, compiled. It is where it would be in a checkout."""
-    if not MODULES.exists():
-        pytest.skip("tests/support/nodejs is not installed: npm was missing at set-up")
-    root = tmp_path_factory.mktemp("checkout")
-    (root / "protos").symlink_to(ROOT / "protos")
-    folder = root / "examples" / "router"
-    folder.mkdir(parents=True)
-    for pattern in ("*.ts", "*.json"):
-        for file in (ROOT / "examples" / "router").glob(pattern):
-            shutil.copy(file, folder)
-    (folder / "node_modules").symlink_to(MODULES)
-    done = subprocess.run([MODULES / ".bin" / "tsc"], cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    return folder
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["dispatch.js", "look.js", "router.js"])
+@pytest.mark.parametrize("program", ["dispatch.js", "look.js", "router.js", "sessions.js"])
 def test_typescript_programs_print_their_usage(compiled: Path, program: str) -> None:
     done = subprocess.run(
         ["node", str(compiled / program), "x"], capture_output=True, text=True, timeout=60, check=False

@@ -90,6 +90,16 @@ def main() -> None:
         for _ in range(steps):
             inner.step()
 
+    def begin_answer(request: Any, tokens: int) -> Any:
+        """Take a request, and step until it has so many tokens, or all; the tokens, and how many of its prompt were
+        cached."""
+        begin(request, 0)
+        said: dict[str, Any] = {"tokens": [], "cached": None}
+        while len(said["tokens"]) < min(tokens, request["max_tokens"]):
+            for output in engine.llm_engine.step():
+                said = {"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
+        return said
+
     def end_begun() -> Any:
         """Make the steps that the request needs that was begun; its tokens and its finish."""
         said: Any = None
@@ -115,6 +125,7 @@ def main() -> None:
         "generate": generate,
         "abort": abort,
         "begin": begin,
+        "begin_answer": begin_answer,
         "abort_begun": abort_begun,
         "end_begun": end_begun,
         "metric": metric,
