@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Generic, Protocol, TypeAlias, TypeVar, cast
 
 import grpc
 
@@ -39,6 +39,8 @@ logger = Log(__name__)
 Answer = TypeVar("Answer")
 Message_co = TypeVar("Message_co", covariant=True)
 Answer_co = TypeVar("Answer_co", covariant=True)
+NotificationAnswer: TypeAlias = pb.NotificationResult | KvferryError
+"""The result of a notification, or the error with which the home has refused it."""
 
 CALL_TIMEOUT = 5.0
 """Default seconds for a unary call."""
@@ -192,17 +194,20 @@ class Control:
             self._start(lambda stub: stub.ReadChecksums.future(request, timeout=timeout, metadata=call_metadata()))
         )
 
-    async def notify(self, request: pb.NotifyRequest, timeout: float = CALL_TIMEOUT) -> list[pb.NotificationResult]:
-        """Send a batch of notifications, and return their results, which may be errors."""
+    async def notify(self, request: pb.NotifyRequest, timeout: float = CALL_TIMEOUT) -> list[NotificationAnswer]:
+        """Send a batch of notifications, and return their results; raises as `answers_of`."""
         introduce(request)
         answer = await _finished(
             self._start(lambda stub: stub.Notify.future(request, timeout=timeout, metadata=call_metadata()))
         )
-        return list(answer.results)
+        return answers_of(request, answer, self.address)
 
     async def notify_one(self, request: pb.NotifyRequest, timeout: float = CALL_TIMEOUT) -> pb.NotificationResult:
         """Send a batch of one notification, and return its result; raises the error, if the result is one."""
-        return checked_results(request, await self.notify(request, timeout), self.address)[0]
+        (answer,) = await self.notify(request, timeout)
+        if isinstance(answer, KvferryError):
+            raise answer
+        return answer
 
     async def decline(self, reference: str, timeout: float) -> None:
         """Tell the home that this reader will not read a publication."""
@@ -407,24 +412,13 @@ async def _finished(call: Call[Answer]) -> Answer:
         raise
 
 
-def checked_results(
-    request: pb.NotifyRequest, results: list[pb.NotificationResult], address: str
-) -> list[pb.NotificationResult]:
-    """Return the results of a batch.
-
-    Raises:
-        InternalError: there are not as many results as notifications.
-        KvferryError: the first error among the results.
-    """
-    if len(results) != len(request.notifications):
-        raise InternalError(
-            f"{address} answered {len(request.notifications)} notifications with {len(results)} results",
-            address=address,
-        )
-    for result in results:
-        if result.WhichOneof("kind") == "error":
-            raise from_notification_error(result.error)
-    return results
+def answers_of(request: pb.NotifyRequest, answer: pb.NotifyResponse, address: str) -> list[NotificationAnswer]:
+    """Return the results of a batch, errors as such. Raises `InternalError` if there are not as many results as
+    notifications."""
+    sent, answered = len(request.notifications), len(answer.results)
+    if sent != answered:
+        raise InternalError(f"{address} answered {sent} notifications with {answered} results", address=address)
+    return [from_notification_error(result.error) if result.HasField("error") else result for result in answer.results]
 
 
 def _nothing() -> None:

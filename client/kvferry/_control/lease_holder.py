@@ -15,7 +15,7 @@ from kvferry._clock import LONGEST
 from kvferry._control.acquisition import HOME_PATIENCE, Acquired, AcquireRequest, Acquisition
 from kvferry._control.asking import AskingAcquisition
 from kvferry._control.batches import read_done
-from kvferry._control.connection import Control
+from kvferry._control.connection import Control, NotificationAnswer
 from kvferry._control.granted_steps import GrantedSteps
 from kvferry._control.homes import Homes
 from kvferry._control.notifier import Message, Notifier
@@ -314,13 +314,10 @@ class LeaseHolder:
         self._notifier.send(home, [Message(end, lease.deadline) for end in ends])
 
 
-def _verdict(answered: Callable[[Answer], None], result: pb.NotificationResult | KvferryError | None) -> None:
-    if isinstance(result, pb.NotificationResult):
-        kind = result.WhichOneof("kind")
-        answered(
-            result.read_ended.verdict
-            if kind == "read_ended"
-            else InternalError(f"the end of a read was answered with {kind}")
-        )
+def _verdict(answered: Callable[[Answer], None], answer: NotificationAnswer | None) -> None:
+    if answer is None or isinstance(answer, KvferryError):
+        answered(answer)
+    elif answer.HasField("read_ended"):
+        answered(answer.read_ended.verdict)
     else:
-        answered(result)
+        answered(InternalError(f"the end of a read was answered with {answer.WhichOneof('kind')}"))

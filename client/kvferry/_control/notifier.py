@@ -10,13 +10,12 @@ from functools import partial
 
 from kvferry._control.backoff import Backoff
 from kvferry._control.batches import batches
-from kvferry._control.connection import CALL_TIMEOUT, Control
+from kvferry._control.connection import CALL_TIMEOUT, Control, NotificationAnswer
 from kvferry._logs import Log
 from kvferry._loop import Loop, Signal
 from kvferry._threads import guarded
 from kvferry._tracing import NO_SPAN, Span
-from kvferry._wire.status import from_notification_error
-from kvferry.errors import InternalError, KvferryError
+from kvferry.errors import KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = Log(__name__)
@@ -34,7 +33,7 @@ class Message:
 
     notification: pb.Notification
     until: float
-    answered: Callable[[pb.NotificationResult | KvferryError | None], None] | None = None
+    answered: Callable[[NotificationAnswer | None], None] | None = None
     again_at: float = 0.0
     backoff: Backoff = field(default_factory=Backoff)
 
@@ -84,18 +83,14 @@ class Notifier:
     ) -> None:
         try:
             with span.calling():
-                results = await home.notify(request, timeout)
-            if len(results) != len(batch):
-                raise InternalError(f"{len(results)} results for {len(batch)} notifications")
+                answers = await home.notify(request, timeout)
         except KvferryError as error:
-            for message in batch:
-                self._failed(home, message, error)
-            return
-        for message, result in zip(batch, results, strict=True):
-            if result.WhichOneof("kind") == "error":
-                self._failed(home, message, from_notification_error(result.error))
+            answers = [error] * len(batch)
+        for message, answer in zip(batch, answers, strict=True):
+            if isinstance(answer, KvferryError):
+                self._failed(home, message, answer)
             else:
-                _answer(home, message, result)
+                _answer(home, message, answer)
 
     def _failed(self, home: Control, message: Message, error: KvferryError) -> None:
         """Plan the next attempt of a failed notification, or drop it if repeating cannot help."""
@@ -135,6 +130,6 @@ class Notifier:
         return True
 
 
-def _answer(home: Control, message: Message, result: pb.NotificationResult | KvferryError | None) -> None:
+def _answer(home: Control, message: Message, answer: NotificationAnswer | None) -> None:
     if message.answered is not None:
-        guarded(partial(message.answered, result), f"a callback for the answer of {home.address}")
+        guarded(partial(message.answered, answer), f"a callback for the answer of {home.address}")
