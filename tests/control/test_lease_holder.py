@@ -8,17 +8,17 @@ from functools import partial
 from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import pytest
 
 from kvferry._clock import LONGEST, now
 from kvferry._control import lease_holder
-from kvferry._control.acquisition import Acquired
+from kvferry._control.acquisition import Acquired, AcquireRequest
 from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.homes import Homes
-from kvferry._control.lease_holder import DECLINE_PATIENCE, Answer, LeaseHolder, ReadReport
+from kvferry._control.lease_holder import DECLINE_PATIENCE, Answer, LeaseHolder
 from kvferry._control.notifier import Message, Notifier
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
@@ -57,11 +57,15 @@ class Holding:
     def all_told(self) -> list[pb.Notification]:
         return [one for request in self.server.notified for one in request.notifications]
 
+    def read(self) -> AcquireRequest:
+        """The read that is reported."""
+        return cast(AcquireRequest, SimpleNamespace(home=self.control))
+
     def verdict(self, result: pb.NotificationResult) -> Verdict:
         verdicts: Queue[Answer] = Queue()
         self.server.notify = lambda _: [result]
         report = pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE, bytes=7)
-        on_loop(self.loop, lambda: self.holder.report(self.control, [ReadReport(self.lease, [report], verdicts.put)]))
+        on_loop(self.loop, lambda: self.holder.report(self.read(), self.lease, [report], verdicts.put))
         answer = verdicts.get(timeout=30)
         return None if isinstance(answer, KvferryError) else answer
 

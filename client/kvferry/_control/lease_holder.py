@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -52,17 +51,6 @@ REPORTS_KEPT = 65_536
 
 Answer: TypeAlias = "pb.Verdict.ValueType | KvferryError | None"
 """The home's verdict; the error of the last attempt; or None after an attempt that is repeated."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadReport:
-    """Reports the ends of all shares of a read. `answered` is called after each attempt. `hinted` is the request of a
-    read from a hint, which has no lease."""
-
-    lease: ReaderLease
-    shares: Sequence[pb.RankReport]
-    answered: Callable[[Answer], None]
-    hinted: AcquireRequest | None = None
 
 
 class LeaseHolder:
@@ -250,30 +238,22 @@ class LeaseHolder:
             if len(self._reported) > REPORTS_KEPT:
                 del self._reported[next(iter(self._reported))]
 
-    def report(self, home: Control, reports: Sequence[ReadReport], span: Span = NO_SPAN) -> None:
-        """Report the ends of reads to their home. Each report is repeated until its lease ends, if need be."""
-        messages = [
-            Message(notification, until, partial(_verdict, report.answered))
-            for report in reports
-            for notification, until in self._ends(report)
-        ]
-        self._notifier.send(home, messages, timeout=VERDICT_TIMEOUT, span=span)
-
-    def _ends(self, report: ReadReport) -> list[tuple[pb.Notification, float]]:
-        """Make the notifications of a report, each with the time after which it is useless."""
-        request, lease = report.hinted, report.lease
-        if request is None:
-            return [(each, lease.deadline) for each in read_done(lease.lease_id, report.shares)]
-        validate = pb.Validate(
-            reference=request.text,
-            # Of this read alone. An earlier read with the same name may have been answered VALID before the release of
-            # the blocks, and a lease that was granted too late is given back: neither must decide about this one.
-            read_id=new_read_id(),
-            hint_digest=hint_digest(request.hint),
-            parties=request.parties,
-            reports=report.shares,
-        )
-        return [(pb.Notification(validate=validate), self.validated_by(request))]
+    def report(
+        self,
+        request: AcquireRequest,
+        lease: ReaderLease,
+        shares: Sequence[pb.RankReport],
+        answered: Callable[[Answer], None],
+        span: Span = NO_SPAN,
+    ) -> None:
+        """Report the ends of all shares of a read to its home: repeated, if need be, until its lease ends, or, of a
+        read from a hint, until `validated_by`. `answered` is called after each attempt."""
+        if lease.lease_id:
+            ends, until = read_done(lease.lease_id, shares), lease.deadline
+        else:
+            ends, until = [pb.Notification(validate=_validate(request, shares))], self.validated_by(request)
+        verdict = partial(_verdict, answered)
+        self._notifier.send(request.home, [Message(end, until, verdict, VERDICT_TIMEOUT, span) for end in ends])
 
     def validated_by(self, request: AcquireRequest) -> float:
         """Until when, from now, the home is asked to validate a read from a hint, on the loop's clock."""
@@ -312,6 +292,18 @@ class LeaseHolder:
         if self._rank is not None:
             ends = read_done(lease.lease_id, [pb.RankReport(rank=self._rank, outcome=outcome)])
         self._notifier.send(home, [Message(end, lease.deadline) for end in ends])
+
+
+def _validate(request: AcquireRequest, shares: Sequence[pb.RankReport]) -> pb.Validate:
+    return pb.Validate(
+        reference=request.text,
+        # Of this read alone. An earlier read with the same name may have been answered VALID before the release of the
+        # blocks, and a lease that was granted too late is given back: neither must decide about this one.
+        read_id=new_read_id(),
+        hint_digest=hint_digest(request.hint),
+        parties=request.parties,
+        reports=shares,
+    )
 
 
 def _verdict(answered: Callable[[Answer], None], answer: NotificationAnswer | None) -> None:

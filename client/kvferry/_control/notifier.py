@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from kvferry._control.backoff import Backoff
-from kvferry._control.batches import batches
+from kvferry._control.batches import batches, check_notification
 from kvferry._control.connection import CALL_TIMEOUT, Control, NotificationAnswer
 from kvferry._logs import Log
 from kvferry._loop import Loop, Signal
@@ -29,11 +29,14 @@ home keeps a home that never answers from using up the room of the others."""
 @dataclass(slots=True, eq=False)
 class Message:
     """A notification for a home, useless after `until` on the loop's clock. `answered` is called with each result that
-    is not an error, with None after each failed attempt that is repeated, and with the error of the last attempt."""
+    is not an error, with None after each failed attempt that is repeated, and with the error of the last attempt. The
+    first attempt takes at most `timeout` seconds, and is part of `span`."""
 
     notification: pb.Notification
     until: float
     answered: Callable[[NotificationAnswer | None], None] | None = None
+    timeout: float = CALL_TIMEOUT
+    span: Span = NO_SPAN
     again_at: float = 0.0
     backoff: Backoff = field(default_factory=Backoff)
 
@@ -46,31 +49,44 @@ class Notifier:
         self._loop = loop
         self._sender = sender
         self._secret = session_secret
+        self._fresh: dict[tuple[Control, float], list[Message]] = {}
+        """Messages that are to be sent now, by home and timeout."""
         self._waiting: dict[Control, list[Message]] = {}
         """Messages that wait for another attempt. A coroutine per home makes the attempts."""
         self._news: dict[Control, Signal] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    def send(
-        self, home: Control, messages: Iterable[Message], *, timeout: float = CALL_TIMEOUT, span: Span = NO_SPAN
-    ) -> None:
-        """Send notifications to a home at once, in as few calls as possible, and repeat those whose errors are
-        retryable. `timeout` is in seconds, for the first attempt.
+    def send(self, home: Control, messages: Sequence[Message]) -> None:
+        """Send notifications to a home, with all others that it is to get now in as few calls as possible, and repeat
+        those whose errors are retryable.
 
         Raises:
-            MessageTooLarge: a notification does not fit into one message; nothing was sent.
+            MessageTooLarge: a notification does not fit into one message; none of these is sent.
         """
-        left = list(messages)
-        notifications = [each.notification for each in left]
-        for request in tuple(batches(self._sender, notifications, session_secret=self._secret)):
-            batch, left = left[: len(request.notifications)], left[len(request.notifications) :]
-            call = self._loop.spawn(self._attempt(home, request, batch, timeout, span), f"a call to {home.address}")
-            self._calls.add(call)
-            call.add_done_callback(self._calls.discard)
+        for message in messages:
+            check_notification(message.notification)
+        if not self._fresh:
+            self._loop.soon(self._send_fresh)
+        for message in messages:
+            self._fresh.setdefault((home, message.timeout), []).append(message)
+
+    def _send_fresh(self) -> None:
+        fresh, self._fresh = self._fresh, {}
+        for (home, timeout), left in fresh.items():
+            spans = {message.span for message in left}
+            # A call belongs to one trace; a call about several reads to none.
+            span = spans.pop() if len(spans) == 1 else NO_SPAN
+            notifications = [message.notification for message in left]
+            for request in batches(self._sender, notifications, session_secret=self._secret):
+                batch, left = left[: len(request.notifications)], left[len(request.notifications) :]
+                call = self._loop.spawn(self._attempt(home, request, batch, timeout, span), f"a call to {home.address}")
+                self._calls.add(call)
+                call.add_done_callback(self._calls.discard)
 
     async def close(self, timeout: float) -> None:
         """Stop repeating notifications, and wait at most `timeout` seconds for the calls in progress. Idempotent."""
+        self._send_fresh()
         self._closed = True
         self._waiting.clear()
         for signal in self._news.values():
