@@ -15,8 +15,9 @@ from kvferry._control import publications
 from kvferry._control.connection import Control, NotificationAnswer
 from kvferry._control.home_session import HomeSession
 from kvferry._control.publication_sender import PublicationSender
-from kvferry._control.publications import Publication, ReleaseOutcome
+from kvferry._control.publications import Publication
 from kvferry._control.publish import Publish
+from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.errors import InvalidField, KvferryError, NotPublished, Unavailable, Unreachable
 from kvferry.testing import Fabric

@@ -17,7 +17,7 @@ from kvferry._control.notifier import Message, Notifier
 from kvferry._control.publication_sender import PublicationSender
 from kvferry._control.publications import Offers, Publication, Release, leaves_open
 from kvferry._control.publish import Publish, PublishMore, follow, new_step
-from kvferry._control.questions import MissReason, Question, Questions
+from kvferry._control.questions import Question, Questions
 from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
 from kvferry._logs import Log
@@ -25,6 +25,7 @@ from kvferry._loop import Loop
 from kvferry._news import News
 from kvferry._tracing import NO_SPAN, Span, start_span
 from kvferry._wire.authority import incarnation_of, new_session_secret
+from kvferry._wire.outcomes import MissReason
 from kvferry._wire.reference import router_reference
 from kvferry._wire.token import EngineToken
 from kvferry.errors import (

@@ -11,12 +11,13 @@ from kvferry._cache import OPEN_TIMEOUT, READ_TIMEOUT
 from kvferry._client import Client, client_runtime_of
 from kvferry._control.publications import Publication, Release
 from kvferry._control.publish import Publish, PublishMore
-from kvferry._control.questions import ANSWER_WAIT, AskedPrefix, MissReason, Question, checked_miss
+from kvferry._control.questions import ANSWER_WAIT, AskedPrefix, Question, checked_miss
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing
 from kvferry._prompt import Prompt
 from kvferry._reads.leased_read import ReadStage
 from kvferry._session import home_session_of
+from kvferry._wire.outcomes import MissReason
 from kvferry._wire.token import EngineToken
 from kvferry.engine.scheduler_reads import Reads
 from kvferry.engine.values import Finished, Grant, GrantStep, Offer, WorkerOutput
