@@ -4,14 +4,14 @@ Leases 4)."""
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
 from google.protobuf.message import DecodeError
 
-from kvferry._clock import LONGEST
-from kvferry._control.acquisition import HOME_PATIENCE, Acquired, AcquireRequest, Acquisition
+from kvferry._control.acquisition import HOME_PATIENCE, Acquired, AcquireRequest, Acquisition, ReadTerms
 from kvferry._control.asking import AskingAcquisition
 from kvferry._control.batches import read_done
 from kvferry._control.connection import Control, NotificationAnswer
@@ -98,30 +98,22 @@ class LeaseHolder:
     def request(
         self,
         reference: str | AskedPrefix,
-        read_id: str,
+        terms: ReadTerms,
         *,
-        parties: int,
-        expected_reads: int,
-        timeout: float,
-        prompt: Prompt = Prompt.unknown,
+        read_id: str = "",
         request_id: str = "",
-        traceparent: str = "",
-        progressive: bool = False,
+        parties: int = 1,
     ) -> AcquireRequest:
-        """Make the request for a read of a publication, part of the trace that `traceparent` names; or of what an
-        engine is asked for.
-
-        `request_id` is the reader's name for the request.
+        """Make the request for a read of a publication, or of what an engine is asked for. `request_id` is the reader's
+        name for the request; without a `read_id` the read gets a random one.
 
         Raises:
             BadReference: the string is not a reference, or not that of the engine that is asked.
             HomeNotAllowed: this client may not connect to the home in the reference.
             EngineNotListed, DirectoryUnavailable: the reference names no home, and the directory does not list its
                 engine.
-            InvalidField: an argument is out of range.
         """
-        if not 0 < timeout < LONGEST:
-            raise InvalidField("timeout", timeout, f"more than 0 seconds, and less than {LONGEST:g}")
+        read_id = read_id or secrets.token_hex(8)
         asked, check = None, self._prompt_check
         if isinstance(reference, AskedPrefix):
             asked, reference = reference, self._made_for(reference)
@@ -136,7 +128,7 @@ class LeaseHolder:
             parsed.ClearField("hint")
             given, reference = reference, format_reference(parsed)
         # Ranks without a scheduler would each have to validate the whole read.
-        usable = self._optimistic and not expected_reads and (self._rank is None or parties == 1)
+        usable = self._optimistic and not terms.expected_reads and (self._rank is None or parties == 1)
         return AcquireRequest(
             home=home,
             reference=parsed,
@@ -145,11 +137,11 @@ class LeaseHolder:
             hint=hint if usable else b"",
             read_id=read_id,
             parties=parties,
-            expected_reads=expected_reads,
-            deadline=self._loop.now() + timeout,
-            prompt=ReaderPrompt(prompt, check, request_id, self._reader.engine_id),
-            span=Span(traceparent),
-            progressive=progressive,
+            expected_reads=terms.expected_reads,
+            deadline=self._loop.now() + terms.timeout,
+            prompt=ReaderPrompt(terms.prompt, check, request_id or read_id, self._reader.engine_id),
+            span=Span(terms.traceparent),
+            progressive=terms.progressive,
             asked=asked,
         )
 
