@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from kvferry._control.publications import Publication as Publication
     from kvferry._control.publications import ReadSummary as ReadSummary
     from kvferry._control.publications import Release as Release
-    from kvferry._control.publications import ReleaseOutcome as ReleaseOutcome
-    from kvferry._control.questions import MissReason as MissReason
     from kvferry._control.questions import Question as Question
     from kvferry._directory.directory import Directory as Directory
     from kvferry._directory.directory import Listed as Listed
@@ -54,6 +52,8 @@ if TYPE_CHECKING:
     from kvferry._transport.staging_pool import StagingOptions as StagingOptions
     from kvferry._wire.channel import TlsConfig as TlsConfig
     from kvferry._wire.channel import parse_address as parse_address
+    from kvferry._wire.outcomes import MissReason as MissReason
+    from kvferry._wire.outcomes import ReleaseOutcome as ReleaseOutcome
     from kvferry._wire.reference import parse_reference as parse_reference
     from kvferry._wire.reference import router_reference as router_reference
     from kvferry._wire.token import EngineToken as EngineToken
@@ -85,8 +85,8 @@ __version__ = "0.2.0"
 _NAMES = {
     "_cache": ("Cache",),
     "_client": ("Client",),
-    "_control.publications": ("Publication", "ReadSummary", "Release", "ReleaseOutcome"),
-    "_control.questions": ("MissReason", "Question"),
+    "_control.publications": ("Publication", "ReadSummary", "Release"),
+    "_control.questions": ("Question",),
     "_directory.directory": ("Directory", "Listed", "Listing"),
     "_directory.opening": ("open_directory",),
     "_embed": ("EmbeddedServer", "ServerSettings", "serve"),
@@ -98,6 +98,7 @@ _NAMES = {
     "_transport.nixl_options": ("NixlOptions",),
     "_transport.staging_pool": ("StagingOptions",),
     "_wire.channel": ("TlsConfig", "parse_address"),
+    "_wire.outcomes": ("MissReason", "ReleaseOutcome"),
     "_wire.reference": ("parse_reference", "router_reference"),
     "_wire.token": ("EngineToken",),
     "aio": ("AsyncClient",),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 
 from kvferry import _arguments as arguments
-from kvferry._control.acquisition import AcquireRequest
+from kvferry._control.acquisition import AcquireRequest, ReadTerms
 from kvferry._control.block_use import BlockUse
 from kvferry._control.questions import ANSWER_WAIT, AskedPrefix
 from kvferry._forks import Closing
@@ -128,20 +127,10 @@ class Cache(Closing):
         if arguments.flag("progressive", progressive) and wanted.tokens is None:
             raise InvalidField("tokens", None, "the tokens to read, since the read may begin before all are published")
         check_within(prompt, wanted.tokens)
-        identifier = secrets.token_hex(8) if read_id is None else arguments.text("read_id", read_id)
-        if not 1 <= len(identifier.encode()) <= 256:
-            raise InvalidField("read_id", identifier, "1 to 256 bytes")
-        request = self._runtime.holder.request(
-            reference,
-            identifier,
-            request_id=identifier,
-            parties=parties,
-            expected_reads=arguments.integer("expected_reads", expected_reads, 0, 2**31 - 1),
-            timeout=arguments.seconds("timeout", timeout),
-            traceparent=arguments.text("traceparent", traceparent),
-            progressive=progressive,
-            prompt=prompt,
-        )
+        if read_id is not None and not 1 <= len(arguments.text("read_id", read_id).encode()) <= 256:
+            raise InvalidField("read_id", read_id, "1 to 256 bytes")
+        terms = ReadTerms(timeout, traceparent, prompt, progressive, expected_reads)
+        request = self._runtime.holder.request(reference, terms, read_id=read_id or "", parties=parties)
         return self._begin(request, wanted, allow_overlap)
 
     def fetch(
@@ -176,17 +165,8 @@ class Cache(Closing):
         wanted = Wanted(blocks_by_group("blocks", blocks), None, None)
         tokens = [group.name for group in self.spec.groups if group.kind is GroupKind.TOKENS]
         first = min((wanted.blocks[name].first_token for name in tokens if name in wanted.blocks), default=0)
-        identifier = secrets.token_hex(8)
-        request = self._runtime.holder.request(
-            AskedPrefix(engine_reference, prompt, first, wait, self.spec.groups),
-            identifier,
-            request_id=identifier,
-            parties=1,
-            expected_reads=0,
-            timeout=arguments.seconds("timeout", timeout),
-            traceparent=arguments.text("traceparent", traceparent),
-            prompt=prompt,
-        )
+        asked = AskedPrefix(engine_reference, prompt, first, wait, self.spec.groups)
+        request = self._runtime.holder.request(asked, ReadTerms(timeout, traceparent, prompt))
         return self._begin(request, wanted, allow_overlap)
 
     def _begin(self, request: AcquireRequest, wanted: Wanted, allow_overlap: bool) -> Read:

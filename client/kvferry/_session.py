@@ -10,8 +10,9 @@ from kvferry._control.connection import CALL_TIMEOUT
 from kvferry._control.home_session import HomeSession
 from kvferry._control.publications import Publication, Release
 from kvferry._control.publish import Publish, PublishMore
-from kvferry._control.questions import MissReason, Question, checked_miss
+from kvferry._control.questions import Question, checked_miss
 from kvferry._forks import Closing
+from kvferry._wire.outcomes import MissReason
 from kvferry._wire.token import EngineToken
 
 LOOK_EVERY = 1.0

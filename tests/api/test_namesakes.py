@@ -34,6 +34,7 @@ def test_events_of_another_home_about_an_engine_drop_nobody(pair: Pair) -> None:
         lie.home = elsewhere.address
         read = pair.destination.read(format_reference(lie), {"full": Blocks([2])})
         assert isinstance(read.exception(60), (EngineUnknown, TransferExpired))
-    source = pair.source.session.token
-    assert runtime_of(pair.destination)._sources.known(pair.node, source.engine_id, source.incarnation) is not None
+    token = pair.source.session.token
+    source = (pair.node, token.engine_id, token.incarnation)
+    assert runtime_of(pair.destination)._sources.known(source) is not None
     assert pair.destination.gauges().peers == 1

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry import Prompt
 from kvferry._clock import from_duration
-from kvferry._control.acquisition import Acquired, AcquireRequest
+from kvferry._control.acquisition import Acquired, AcquireRequest, ReadTerms
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.questions import AskedPrefix
 from kvferry._wire.authority import question_name
@@ -35,7 +35,7 @@ PROMPT = Prompt(range(40), adapter="lora")
 
 def question(holder: LeaseHolder, home: str, wait: float = 2.0) -> AcquireRequest:
     asked = AskedPrefix(EngineToken("source", b"s" * 32, home).engine_reference, PROMPT, 16, wait, GROUPS)
-    return holder.request(asked, "read", parties=1, expected_reads=0, timeout=30.0, prompt=PROMPT)
+    return holder.request(asked, ReadTerms(30.0, prompt=PROMPT), read_id="read")
 
 
 def refused(server: Scripted, holder: LeaseHolder, request: AcquireRequest) -> KvferryError:

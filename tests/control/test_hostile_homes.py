@@ -78,7 +78,7 @@ def test_a_home_speaks_of_its_own_engines_only(tmp_path: Path, what: str) -> Non
         reader.read(reference, {"full": Blocks([2])}).result(30)
         parsed = parse_reference(reference)
         known = (runtime_of(reader).homes.get(parsed.home).address, name, parsed.incarnation)
-        assert runtime_of(reader)._sources.known(*known) is not None
+        assert runtime_of(reader)._sources.known(known) is not None
         theirs = impostor.session.publish("request", {"full": Blocks([1])}).reference
         if what == "a reference that lies":
             lie = parse_reference(reference)
@@ -87,7 +87,7 @@ def test_a_home_speaks_of_its_own_engines_only(tmp_path: Path, what: str) -> Non
         read = reader.read(theirs, {"full": Blocks([3])}, timeout=10)
         assert (read.exception(30) is None) == (what != "a reference that lies")
         # What was known of the engine at its true home is known still: its next read needs no handshake.
-        assert runtime_of(reader)._sources.known(*known) is not None
+        assert runtime_of(reader)._sources.known(known) is not None
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import TypeAlias, cast
 import pytest
 
 from kvferry._clock import to_duration
-from kvferry._control.connection import Control
+from kvferry._control.connection import Control, NotificationAnswer, answers_of
 from kvferry._control.reader_lease import RENEW_LEAST, ReaderLease, deadline_after
 from kvferry._control.renewals import NAMED, RENEW_AGAIN, RENEW_TIMEOUT, Renewals
 from kvferry._loop import Loop
@@ -47,14 +47,13 @@ class Home:
     timeouts: list[float] = field(default_factory=list)
     at_once: KvferryError | None = None
 
-    async def notify(self, request: pb.NotifyRequest, timeout: float) -> list[pb.NotificationResult]:
+    async def notify(self, request: pb.NotifyRequest, timeout: float) -> list[NotificationAnswer]:
         ids, answer = [notification.renew.lease_id for notification in request.notifications], self.loop.future()
         self.sent.append((ids, request.sender, answer))
         self.timeouts.append(timeout)
         if self.at_once is not None:
             raise self.at_once
-        results: list[pb.NotificationResult] = await answer
-        return results
+        return answers_of(request, pb.NotifyResponse(results=await answer), self.address)
 
     def until(self, count: int) -> None:
         """See that so many calls have come."""
@@ -294,21 +293,21 @@ def test_a_refused_renewal_fails_no_other(world: World, caplog: pytest.LogCaptur
     assert world.home.sent[1][0] == [leases[0].lease_id]
 
 
-def test_a_lease_that_an_answer_leaves_out_was_not_renewed(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    for number in range(3):
-        world.keep(number)
+@pytest.mark.parametrize("results", [1, 4])
+def test_an_answer_with_another_number_of_results_renews_nothing_and_the_call_goes_again_in_halves(
+    world: World, results: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    leases = [world.keep(number) for number in range(3)]
     world.advance(EVERY)
     world.home.until(1)
-    world.home.answer(0, renewed())
-    assert [number for number, _ in world.extended] == [0]
-    assert "read 1, read 2: the renewal" in caplog.text
-    caplog.clear()
-    world.advance(EVERY)
-    world.home.until(2)
-    # One too many.
-    world.home.answer(1, *[renewed()] * 4)
-    assert [number for number, _ in world.extended] == [0, 0, 1, 2]
-    assert caplog.records == []
+    world.home.answer(0, *[renewed()] * results)
+    assert world.extended == []
+    world.home.until(3)
+    assert [ids for ids, *_ in world.home.sent[1:]] == [[leases[0].lease_id], [one.lease_id for one in leases[1:]]]
+    world.home.answer(1)
+    assert "read 0: the renewal at home:1 failed and is repeated: home:1 answered 1 notifications" in caplog.text
+    world.home.answer(2, renewed(), renewed())
+    assert [number for number, _ in world.extended] == [1, 2]
 
 
 def test_a_lease_that_its_home_does_not_know_is_lost_once(world: World, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,16 +7,17 @@ import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from kvferry._clock import now, to_duration
 from kvferry._control import lease_holder, notifier
-from kvferry._control.acquisition import Acquired
+from kvferry._control.acquisition import Acquired, AcquireRequest
 from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedPart
-from kvferry._control.lease_holder import Answer, LeaseHolder, ReadReport
+from kvferry._control.lease_holder import Answer, LeaseHolder
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.retrying import retrying
 from kvferry._wire.status import to_notification_error
@@ -49,8 +50,11 @@ def cancel(holder: LeaseHolder, control: Control) -> None:
     on_loop(control._loop, lambda: holder.let_go(control, granted))
 
 
-def report(holder: LeaseHolder, control: Control, reports: Sequence[ReadReport]) -> None:
-    on_loop(control._loop, lambda: holder.report(control, reports))
+def report(
+    holder: LeaseHolder, control: Control, lease: bytes, shares: Sequence[pb.RankReport], heard: list[Answer]
+) -> None:
+    read = cast(AcquireRequest, SimpleNamespace(home=control))
+    holder.report(read, ReaderLease(lease, now(), 60.0, 20.0), shares, heard.append)
 
 
 @pytest.mark.parametrize("way", ["as a result", "as a status"])
@@ -104,11 +108,11 @@ def test_a_report_is_repeated_until_it_is_answered(tmp_path: Path, ranks: int) -
         server.notify = notify
         verdicts: list[Answer] = []
         reports = [pb.RankReport(rank=rank, outcome=pb.RANK_OUTCOME_DONE, bytes=1 << 60) for rank in range(ranks)]
-        report(holder, control, [ReadReport(ReaderLease(LEASE, now(), 60.0, 20.0), reports, verdicts.append)])
+        on_loop(server.loop, lambda: report(holder, control, LEASE, reports, verdicts))
         # A home that answers with less than was asked has answered nothing, and is not asked again.
         until(lambda: bool(verdicts))
         assert isinstance(verdicts[0], KvferryError)
-        report(holder, control, [ReadReport(ReaderLease(LEASE, now(), 60.0, 20.0), reports, verdicts.append)])
+        on_loop(server.loop, lambda: report(holder, control, LEASE, reports, verdicts))
         until(lambda: pb.VERDICT_VALID in verdicts)
         said = [told.read_done for told in server.notified[-1].notifications]
         assert [report.rank for done in said for report in done.reports] == list(range(ranks))
@@ -245,11 +249,12 @@ def test_the_reports_of_several_reads_go_in_one_call_and_each_gets_its_verdict(
         server.notify = notify
         verdicts: dict[int, list[Answer]] = {number: [] for number in said}
         share = pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE)
-        reports = [
-            ReadReport(ReaderLease(bytes([number]) * 16, now(), 60.0, 20.0), [share], verdicts[number].append)
-            for number in said
-        ]
-        report(holder, control, reports)
+
+        def end() -> None:
+            for number in said:
+                report(holder, control, bytes([number]) * 16, [share], verdicts[number])
+
+        on_loop(server.loop, end)
         until(lambda: all(verdicts.values()))
         assert verdicts == {number: [verdict] for number, verdict in said.items()}
         assert len(server.notified) == 1
@@ -265,14 +270,12 @@ def test_a_notification_that_a_home_refuses_is_repeated_without_the_rest(
         server.notify = lambda request: [valid, again] if len(request.notifications) == 2 else [valid]
         verdicts: list[list[Answer]] = [[], []]
         share = pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE)
-        report(
-            holder,
-            control,
-            [
-                ReadReport(ReaderLease(bytes([number]) * 16, now(), 60.0, 20.0), [share], verdicts[number].append)
-                for number in (0, 1)
-            ],
-        )
+
+        def end() -> None:
+            for number in (0, 1):
+                report(holder, control, bytes([number]) * 16, [share], verdicts[number])
+
+        on_loop(server.loop, end)
         until(lambda: len(verdicts[1]) == 2)
         assert verdicts == [[pb.VERDICT_VALID], [None, pb.VERDICT_VALID]]
         assert [told.read_done.lease_id[0] for told in server.notified[1].notifications] == [1]

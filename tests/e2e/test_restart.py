@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, Client, EngineSpec, Group, MemoryKind, MemoryRegion, ReleaseOutcome
-from kvferry._control.acquisition import Acquired
+from kvferry._control.acquisition import Acquired, ReadTerms
 from kvferry._control.batches import read_done
 from kvferry._wire.token import engine_ref
 from kvferry.errors import PeerRestarted, PublicationReleased, PublicationStale
@@ -142,7 +142,7 @@ def test_a_lease_is_acquired_again_at_a_home_that_restarted(tmp_path: Path) -> N
             publication = caches[0].session.publish("request", {"full": Blocks([1, 2])})
             token, runtime = caches[1].session.token, client._runtime
             holder = runtime.lease_holder(token)
-            request = holder.request(publication.reference, "read", parties=1, expected_reads=0, timeout=30)
+            request = holder.request(publication.reference, ReadTerms(30.0), read_id="read")
             changes: list[None] = []
 
             async def acquire() -> Acquired:

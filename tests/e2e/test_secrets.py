@@ -57,8 +57,6 @@ ADMIN_PATHS = (
     "/statusz/last-reads",
     "/engine?engine_id=source",
     "/engine?engine_id=reader",
-    "/plan?source=source&destination=reader",
-    "/plan.svg?source=source&destination=reader",
 )
 """All that the admin listener shows of this scene."""
 

@@ -12,11 +12,12 @@ import pytest
 from kvferry import Blocks, Cache, EngineSpec, Group
 from kvferry._clock import now
 from kvferry._control import publications
-from kvferry._control.connection import Control
+from kvferry._control.connection import Control, NotificationAnswer
 from kvferry._control.home_session import HomeSession
 from kvferry._control.publication_sender import PublicationSender
-from kvferry._control.publications import Publication, ReleaseOutcome
+from kvferry._control.publications import Publication
 from kvferry._control.publish import Publish
+from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.errors import InvalidField, KvferryError, NotPublished, Unavailable, Unreachable
 from kvferry.testing import Fabric
@@ -142,7 +143,7 @@ def test_an_abort_that_never_reached_its_home_is_sent_to_the_next(
 ) -> None:
     notify, failed = Control.notify, threading.Event()
 
-    async def call(control: Control, request: pb.NotifyRequest, timeout: float = 5.0) -> list[pb.NotificationResult]:
+    async def call(control: Control, request: pb.NotifyRequest, timeout: float = 5.0) -> list[NotificationAnswer]:
         if any(told.HasField("abort") for told in request.notifications[:1]):
             # The abort alone, not a refill.
             failed.set()

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ import pytest
 from kvferry import Blocks, Client, EngineSpec, Group, MissReason, Prompt, Question
 from kvferry._cache import Cache
 from kvferry._clock import now
+from kvferry._control.acquisition import ReadTerms
 from kvferry._control.connection import Control
 from kvferry._control.publications import Publication
 from kvferry._control.publish import Publish, PublishMore
@@ -407,9 +407,9 @@ def test_a_scheduler_refuses_invalid_arguments(scheduler: Scheduler) -> None:
     for count in (0, 1, most):
         port.acquire("mine", "reference", expected_reads=count, timeout=5.0)
         assert scheduler.reads.last() == ("acquire", ("mine", "a request"), {})
-        asked = {"request_id": "mine", "parties": SPEC.num_ranks, "expected_reads": count, "timeout": 5.0}
-        asked |= {"traceparent": "", "progressive": False, "prompt": Prompt.unknown}
-        assert scheduler.holder.last() == ("request", ("reference", ANY), asked)
+        terms = ReadTerms(5.0, expected_reads=count)
+        asked = {"request_id": "mine", "parties": SPEC.num_ranks}
+        assert scheduler.holder.last() == ("request", ("reference", terms), asked)
     for wrong_call in (
         lambda: port.acquire("mine", "reference", expected_reads=-1),
         lambda: port.acquire("mine", "reference", expected_reads=most + 1),
@@ -469,10 +469,10 @@ def test_a_scheduler_passes_its_arguments_on(scheduler: Scheduler) -> None:
     scheduler.holder.answers["request"] = "a request"
     port.ask("mine", "kvf1e.x", PROMPT, first_token=1, wait=0.5, timeout=5.0, progressive=True)
     assert reads.last() == ("acquire", ("mine", "a request"), {})
-    _, (asked, _), given = scheduler.holder.last()
+    _, (asked, terms), given = scheduler.holder.last()
     assert (asked.engine_reference, asked.prompt, asked.first_token, asked.wait) == ("kvf1e.x", PROMPT, 1, 0.5)
-    others: dict[str, Any] = {"expected_reads": 0, "traceparent": "", "progressive": True, "prompt": PROMPT}
-    assert given == {"request_id": "mine", "parties": 2, "timeout": 5.0, **others}
+    assert terms == ReadTerms(5.0, prompt=PROMPT, progressive=True)
+    assert given == {"request_id": "mine", "parties": 2}
     question = Question(1, "kvf1.x", PROMPT, 0, "asker", 7.0)
     publishing.answers["questions"] = [question]
     assert port.questions() == [question]

@@ -14,8 +14,7 @@ import pytest
 from kvferry import Blocks, EngineSpec, Group, Publication, Release, ReleaseOutcome
 from kvferry._control import publication_sender
 from kvferry._control.batches import BATCH
-from kvferry._control.connection import CALL_TIMEOUT, Control
-from kvferry._wire.status import to_notification_error
+from kvferry._control.connection import CALL_TIMEOUT, Control, NotificationAnswer
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.errors import (
     HomeRecovering,
@@ -34,7 +33,7 @@ from tests.support.waiting import until
 AXES = ("kv", "block", "head", "token", "content")
 SOON = 30.0
 
-Notify: TypeAlias = Callable[[Control, pb.NotifyRequest, float], Awaitable[list[pb.NotificationResult]]]
+Notify: TypeAlias = Callable[[Control, pb.NotifyRequest, float], Awaitable[list[NotificationAnswer]]]
 
 
 class Calls:
@@ -53,7 +52,7 @@ class Calls:
 
     async def __call__(
         self, control: Control, request: pb.NotifyRequest, timeout: float = 5.0
-    ) -> list[pb.NotificationResult]:
+    ) -> list[NotificationAnswer]:
         published = [told.publish for told in request.notifications if told.HasField("publish")]
         call = len(self.sent)
         if published:
@@ -67,10 +66,7 @@ class Calls:
         kept = [told for told, error in zip(request.notifications, changed, strict=True) if error is None]
         passed = pb.NotifyRequest(sender=request.sender, session_secret=request.session_secret, notifications=kept)
         answers = iter(await self.notify(control, passed, timeout) if kept else [])
-        results = [
-            next(answers) if error is None else pb.NotificationResult(error=to_notification_error(error))
-            for error in changed
-        ]
+        results = [next(answers) if error is None else error for error in changed]
         if published and (failure := self.fail_after(call)):
             raise failure
         return results
@@ -259,7 +255,7 @@ def test_a_home_that_takes_steps_behind_a_refused_one_may_have_all(port: Schedul
     number = steps(port, 2, 3).number
     notify = calls.notify
 
-    async def lie(control: Control, request: pb.NotifyRequest, timeout: float) -> list[pb.NotificationResult]:
+    async def lie(control: Control, request: pb.NotifyRequest, timeout: float) -> list[NotificationAnswer]:
         if [told.publish.step for told in request.notifications] == [1]:
             return [pb.NotificationResult(published=pb.Published())]
         return await notify(control, request, timeout)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, cast
 
@@ -16,13 +16,11 @@ import pytest
 from kvferry import Blocks, EngineSpec, Group
 from kvferry._control.acquisition import Acquired
 from kvferry._control.block_use import BlockUse
-from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedPart
-from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder, ReadReport
+from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder
 from kvferry._control.reader_lease import Confirm, ReaderLease
 from kvferry._reads.leased_reads import ANSWER_GRACE, RANKS_GRACE
 from kvferry._reads.meters import ReadMeter
-from kvferry._tracing import Span
 from kvferry._wire.publication import Told
 from kvferry.engine.scheduler_reads import Reads
 from kvferry.engine.values import RankEnd, ReadEnd, WorkerOutput
@@ -244,24 +242,6 @@ def test_a_read_that_ended_after_its_lease_fails_before_and_after_its_report(mak
     assert isinstance(end.error, TransferExpired)
 
 
-def test_the_ends_of_several_reads_are_reported_in_one_call(world: World) -> None:
-    calls: list[int] = []
-    report = world.home.report
-
-    def counted(home: Control, reports: Sequence[ReadReport], span: Span) -> None:
-        calls.append(len(reports))
-        report(home, reports)
-
-    world.home.report = counted  # type: ignore[assignment, method-assign]
-    read_ids, free = world.three_reading(), world.busy()
-    for read_id in read_ids:
-        for rank in range(RANKS):
-            world.ends(read_id, rank)
-    free.set()
-    assert world.home.heard("report", "report", "report")
-    assert calls == [3]
-
-
 def test_an_end_that_fits_no_report_delays_no_other(world: World) -> None:
     read_ids, free = world.three_reading(), world.busy()
     for number, read_id in enumerate(read_ids):
@@ -293,9 +273,9 @@ def test_the_time_for_the_verdict_runs_from_the_report(world: World) -> None:
     """Between the end of a read and its report the machine may have been paused: only the home can know."""
     report = world.home.report
 
-    def paused(home: Control, reports: Sequence[ReadReport], span: Span) -> None:
+    def paused(*given: Any) -> None:
         world.now += VERDICT_TIMEOUT + ANSWER_GRACE
-        report(home, reports)
+        report(*given)
 
     world.home.report = paused  # type: ignore[assignment, method-assign]
     read_id = world.reading()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, EngineSpec, Group
-from kvferry._control.connection import Control
+from kvferry._control.connection import Control, NotificationAnswer
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.errors import PublicationAborted, PublicationStale, Unreachable
 from kvferry.testing import Fabric
@@ -30,7 +30,7 @@ def test_a_released_publication_is_not_published_again_to_a_restarted_home(monke
     """The home accepts a publication and dies before its answer arrives, but after the release."""
     notify, released, attempts, begun = Control.notify, threading.Event(), list[int](), threading.Event()
 
-    async def call(control: Control, request: pb.NotifyRequest, timeout: float = 5.0) -> list[pb.NotificationResult]:
+    async def call(control: Control, request: pb.NotifyRequest, timeout: float = 5.0) -> list[NotificationAnswer]:
         told = request.notifications[0]
         if told.HasField("publish"):
             attempts.append(told.publish.publication)

@@ -12,9 +12,10 @@ from typing import cast
 
 from kvferry._clock import from_duration
 from kvferry._control.backoff import BACKOFF_FIRST
-from kvferry._control.publications import Offers, Publication, ReleaseOutcome, leaves_open
+from kvferry._control.publications import Offers, Publication, leaves_open
 from kvferry._control.publish import follow
 from kvferry._wire.authority import incarnation_of
+from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry._wire.reference import parse_reference
 from kvferry._wire.status import from_notification_error
 from kvferry.errors import BadBlock, InvalidField, KvferryError, PeerRestarted, RouterKeyUsed, WrongSession

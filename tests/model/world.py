@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from kvferry._control.connection import CALL_TIMEOUT
-from kvferry._control.publications import ReleaseOutcome
 from kvferry._wire.authority import SECRET_BYTES
+from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry._wire.reference import router_reference
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef

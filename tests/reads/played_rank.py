@@ -72,10 +72,10 @@ class PlayedRank:
 
     # What stands in for sources and the transport.
 
-    def known(self, *source: object) -> SourceEngine | None:
+    def known(self, source: tuple[object, ...]) -> SourceEngine | None:
         return self.known_sources.get(source)
 
-    async def get(self, _: Control, __: str, ___: bytes, reference: str, *____: object) -> SourceEngine:
+    async def get(self, _: Control, __: object, reference: str, *___: object) -> SourceEngine:
         with self.changed:
             self.asked.append(reference)
             self.changed.notify_all()

@@ -79,7 +79,7 @@ class Reading(PlayedRank):
 
         return cast(SourceEngine, SimpleNamespace(plan_of=plan_of, agents=peer.agents))
 
-    def gone(self, *source: object) -> None:
+    def gone(self, source: tuple[object, ...]) -> None:
         with self.changed:
             self.gone_sources.append(source)
             self.changed.notify_all()

@@ -81,7 +81,7 @@ class Engines(SourceEngines):
         self, home: Home, reference: str, within: float, incarnation: bytes = b"p" * 16
     ) -> SourceEngine:
         until = self.loop.now() + within
-        return await self.get(cast(Control, home), "prefill", incarnation, reference, until)
+        return await self.get(cast(Control, home), (home.address, "prefill", incarnation), reference, until)
 
     def met_together(self, home: Home, *asked: tuple[str, float]) -> list[SourceEngine | BaseException]:
         """What becomes of those that ask, each by a reference and within a time, while the first handshake goes on."""
@@ -117,7 +117,7 @@ def test_an_engine_whose_reads_keep_failing_is_remembered(found: Engines) -> Non
     source = (home.address, "prefill", b"p" * 16)
     found._slots[source] = _Slot()
     for _ in range(BREAKER_THRESHOLD):
-        found.failed(*source)
+        found.failed(source)
     for _ in range(2):
         with pytest.raises(Unreachable):
             found.met(home)
@@ -149,7 +149,7 @@ def test_an_error_of_the_source_ends_all_reads_that_wait_for_its_handshake(
     found: Engines, error: KvferryError, *, gone: bool
 ) -> None:
     found.met(Home())
-    found.failed("home:1", "prefill", b"p" * 16)
+    found.failed(("home:1", "prefill", b"p" * 16))
     home = Home(error)
     each = found.met_together(home, ("a", SOON), ("b", 2 * SOON))
     assert [type(end) for end in each] == [type(error)] * 2
@@ -209,8 +209,8 @@ def test_a_source_gets_another_handshake_after_a_failed_read(found: Engines) -> 
     home = Home()
     first = found.met(home)
     assert found.met(home) is first
-    found.failed(home.address, "prefill", b"p" * 16)
-    assert found.known(home.address, "prefill", b"p" * 16) is None
+    found.failed((home.address, "prefill", b"p" * 16))
+    assert found.known((home.address, "prefill", b"p" * 16)) is None
     assert found.met(home) is not first
     assert len(home.asked) == 2
 
@@ -220,7 +220,7 @@ def test_a_restarted_engine_replaces_its_own_earlier_start_only(found: Engines) 
     first, namesake = found.met(home), found.met(other)
     found.met(home, b"r" * 16)
     assert found.dropped == [first]
-    assert found.known(other.address, "prefill", b"p" * 16) is namesake
+    assert found.known((other.address, "prefill", b"p" * 16)) is namesake
 
 
 def test_an_engine_that_has_ended_according_to_its_home_is_dropped_there_only(found: Engines) -> None:
@@ -228,6 +228,6 @@ def test_an_engine_that_has_ended_according_to_its_home_is_dropped_there_only(fo
     home, other = Home(), Home(address="home:2")
     found.met(home)
     namesake = found.met(other)
-    found.gone(home.address, "prefill", b"p" * 16)
-    assert found.known(home.address, "prefill", b"p" * 16) is None
-    assert found.known(other.address, "prefill", b"p" * 16) is namesake
+    found.gone((home.address, "prefill", b"p" * 16))
+    assert found.known((home.address, "prefill", b"p" * 16)) is None
+    assert found.known((other.address, "prefill", b"p" * 16)) is namesake

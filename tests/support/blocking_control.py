@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from kvferry._clock import now
-from kvferry._control.connection import Control
+from kvferry._control.connection import Control, NotificationAnswer
 from kvferry._loop import Loop
 from kvferry._wire.channel import TlsConfig
 from kvferry._wire.handshake import Handshaken
@@ -64,7 +64,7 @@ class BlockingControl:
     def handshake(self, request: pb.HandshakeRequest, timeout: float) -> Handshaken:
         return self.loop.run(self.control.handshake(request, timeout))
 
-    def notify(self, request: pb.NotifyRequest, timeout: float = 30.0) -> list[pb.NotificationResult]:
+    def notify(self, request: pb.NotifyRequest, timeout: float = 30.0) -> list[NotificationAnswer]:
         return self.loop.run(self.control.notify(request, timeout))
 
     def notify_one(self, request: pb.NotifyRequest, timeout: float = 30.0) -> pb.NotificationResult:

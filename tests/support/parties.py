@@ -9,6 +9,7 @@ from typing import Any
 
 from kvferry._wire.authority import SECRET_BYTES, incarnation_of, publication_key
 from kvferry._wire.geometry_codec import runs_to_proto
+from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.geometry import Group, GroupKind, Interval, MemoryKind, MemoryRegion, Plane, RankGeometry
 from kvferry.geometry.blocks import BlockRuns
 from kvferry.geometry.model import AgentInfo
@@ -17,7 +18,7 @@ from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import Limits
-from kvferry_server.domain.publications import Lease, PublicationOutcome, PublicationRecord
+from kvferry_server.domain.publications import Lease, PublicationRecord
 from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankOutcome, RankReport, ReadKey, ReportAnswer
 from kvferry_server.domain.records import Records
 from kvferry_server.domain.registrations import Registration
@@ -177,7 +178,7 @@ class Scene:
         self.clock.time = until
         self._advance()
 
-    def told(self) -> list[tuple[int, PublicationOutcome | None]]:
+    def told(self) -> list[tuple[int, ReleaseOutcome | None]]:
         """Releases told since the last call."""
         told = [numbered.event for numbered in self.feed.after(self._seen)]
         self._seen = self.feed.sequence

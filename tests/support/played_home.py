@@ -11,7 +11,7 @@ from kvferry import Prompt
 from kvferry._control.acquisition import Acquired, AcquireRequest
 from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedPart
-from kvferry._control.lease_holder import ReadReport
+from kvferry._control.lease_holder import Answer
 from kvferry._control.reader_lease import Confirm, ReaderLease
 from kvferry._loop import Loop
 from kvferry._tracing import NO_SPAN, Span
@@ -128,12 +128,18 @@ class PlayedHome:
         self._waiting.setdefault(text, []).append(waiting)
         return cast("Acquired | Exception", await waiting)
 
-    def report(self, _: Control, reports: Sequence[ReadReport], span: Span = NO_SPAN) -> None:
+    def report(
+        self,
+        _: AcquireRequest,
+        lease: ReaderLease,
+        shares: Sequence[pb.RankReport],
+        answered: Callable[[Answer], None],
+        span: Span = NO_SPAN,
+    ) -> None:
         with self.changed:
-            for report in reports:
-                self.reports.append(report.shares)
-                self.answered.append(report.answered)
-                self.say("report")
+            self.reports.append(shares)
+            self.answered.append(answered)
+            self.say("report")
 
     def reports_first(self, request: AcquireRequest, lease: ReaderLease) -> bool:
         return True

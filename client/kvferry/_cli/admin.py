@@ -159,8 +159,9 @@ def decline(
     Any node server takes it, and passes it on to the home. With a reference that a router made it may come before the
     publication: reads that wait for it end.
     """
-    from kvferry._control.connection import checked_results
+    from kvferry._control.connection import answers_of
     from kvferry._wire.version import check_server, introduce
+    from kvferry.errors import KvferryError
     from kvferry.v1 import kv_transfer_pb2 as pb
     from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 
@@ -170,5 +171,7 @@ def decline(
     introduce(request)
     answer = node.call(KVTransferStub(node.channel).Notify, request)
     check_server(answer.version, node.server)
-    checked_results(request, list(answer.results), node.server)
+    (result,) = answers_of(request, answer, node.server)
+    if isinstance(result, KvferryError):
+        raise result
     node.show(answer, "Declined: nobody reads it.")

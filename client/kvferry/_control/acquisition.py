@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from kvferry import _arguments as arguments
 from kvferry._clock import from_duration, to_duration
 from kvferry._control.backoff import BACKOFF_FIRST, Backoff
 from kvferry._control.connection import CALL_TIMEOUT, SILENCE, Call, Control
@@ -22,6 +23,7 @@ from kvferry._control.renewals import Renewals
 from kvferry._control.right_prompt import ReaderPrompt
 from kvferry._logs import Log
 from kvferry._loop import Loop
+from kvferry._prompt import Prompt
 from kvferry._tracing import NO_SPAN, Span
 from kvferry._wire.reference import engine_ids, format_reference, parse_reference
 from kvferry.errors import (
@@ -52,6 +54,22 @@ pause when its source publishes the last of many parts."""
 
 ACCEPTED_PATIENCE = 1.0
 """Seconds for which a cancelled read waits for its lease, in order to end the lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTerms:
+    """How a publication is acquired: arguments that `Cache.read` explains. They are checked here."""
+
+    timeout: float
+    traceparent: str = ""
+    prompt: Prompt = Prompt.unknown
+    progressive: bool = False
+    expected_reads: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "timeout", arguments.seconds("timeout", self.timeout))
+        arguments.check_fields(self)
+        arguments.integer("expected_reads", self.expected_reads, 0, 2**31 - 1)
 
 
 @dataclass(slots=True, eq=False)

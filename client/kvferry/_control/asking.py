@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from kvferry._control.acquisition import Acquired, Acquisition
-from kvferry._control.questions import AskedPrefix, MissReason
+from kvferry._control.questions import AskedPrefix
 from kvferry._control.retrying import retrying
+from kvferry._wire.outcomes import MissReason
 from kvferry.errors import (
     BlocksShort,
     KvferryError,

@@ -34,6 +34,11 @@ def check_size(what: str, message: Message, most: int, added: int = 0) -> None:
         raise MessageTooLarge(f"{what} takes {size} bytes; a message holds {most}", what=what, size=size, limit=most)
 
 
+def check_notification(notification: pb.Notification) -> None:
+    """Raise `MessageTooLarge` for a notification that does not fit into one message."""
+    check_size(f"notification {notification.WhichOneof('kind')}", notification, SENT_NOTIFY_BYTES)
+
+
 def batches(
     sender: pb.EngineRef, notifications: Iterable[pb.Notification], *, session_secret: bytes = b""
 ) -> Iterator[pb.NotifyRequest]:
@@ -52,7 +57,7 @@ def batches(
         if batch and (len(batch) == BATCH or size + own > SENT_NOTIFY_BYTES):
             yield _request(sender, batch, session_secret)
             batch, size = [], empty
-        check_size(f"notification {notification.WhichOneof('kind')}", notification, SENT_NOTIFY_BYTES)
+        check_notification(notification)
         batch.append(notification)
         size += own
     if batch:

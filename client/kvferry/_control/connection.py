@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Generic, Protocol, TypeAlias, TypeVar, cast
 
 import grpc
 
@@ -36,9 +36,11 @@ from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 
 logger = Log(__name__)
 
+Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 Message_co = TypeVar("Message_co", covariant=True)
-Answer_co = TypeVar("Answer_co", covariant=True)
+NotificationAnswer: TypeAlias = pb.NotificationResult | KvferryError
+"""The result of a notification, or the error with which the home has refused it."""
 
 CALL_TIMEOUT = 5.0
 """Default seconds for a unary call."""
@@ -76,13 +78,6 @@ class _Stream(Protocol[Message_co]):
     def cancel(self) -> bool: ...
 
 
-class _Future(Protocol[Answer_co]):
-    def add_done_callback(self, callback: Callable[[object], None]) -> None: ...
-    def cancel(self) -> bool: ...
-    def exception(self) -> BaseException | None: ...
-    def result(self) -> Answer_co: ...
-
-
 @dataclass(slots=True)
 class _Complaint:
     """A complaint that repeats: how often since it was logged, and when it is logged next."""
@@ -95,8 +90,8 @@ class Call(Generic[Answer]):
     """A unary call in progress. Belongs to the client's event loop, but for `cancel`. `take` returns the answer of the
     call once it has ended, or raises its error."""
 
-    def __init__(self, loop: Loop, future: _Future[Answer], take: Callable[[], Answer]) -> None:
-        self.cancel = future.cancel
+    def __init__(self, loop: Loop, cancel: Callable[[], object], take: Callable[[], Answer]) -> None:
+        self.cancel = cancel
         """Cancels the call, which then ends with an error."""
         self._loop = loop
         self._take = take
@@ -156,9 +151,7 @@ class Control:
 
     async def register_cache(self, request: pb.RegisterCacheRequest, timeout: float) -> pb.RegisterCacheResponse:
         introduce(request)
-        return await _finished(
-            self._start(lambda stub: stub.RegisterCache.future(request, timeout=timeout, metadata=call_metadata()))
-        )
+        return await _finished(self._start(lambda stub: stub.RegisterCache, request, timeout))
 
     async def handshake(self, request: pb.HandshakeRequest, timeout: float) -> Handshaken:
         """Fetch the geometry and agents of an engine. Also raises the errors of `put_together`."""
@@ -188,21 +181,20 @@ class Control:
         raise self._typed(found)
 
     async def read_checksums(self, request: pb.ReadChecksumsRequest, timeout: float) -> pb.ReadChecksumsResponse:
-        return await _finished(
-            self._start(lambda stub: stub.ReadChecksums.future(request, timeout=timeout, metadata=call_metadata()))
-        )
+        return await _finished(self._start(lambda stub: stub.ReadChecksums, request, timeout))
 
-    async def notify(self, request: pb.NotifyRequest, timeout: float = CALL_TIMEOUT) -> list[pb.NotificationResult]:
-        """Send a batch of notifications, and return their results, which may be errors."""
+    async def notify(self, request: pb.NotifyRequest, timeout: float = CALL_TIMEOUT) -> list[NotificationAnswer]:
+        """Send a batch of notifications, and return their results; raises as `answers_of`."""
         introduce(request)
-        answer = await _finished(
-            self._start(lambda stub: stub.Notify.future(request, timeout=timeout, metadata=call_metadata()))
-        )
-        return list(answer.results)
+        answer = await _finished(self._start(lambda stub: stub.Notify, request, timeout))
+        return answers_of(request, answer, self.address)
 
     async def notify_one(self, request: pb.NotifyRequest, timeout: float = CALL_TIMEOUT) -> pb.NotificationResult:
         """Send a batch of one notification, and return its result; raises the error, if the result is one."""
-        return checked_results(request, await self.notify(request, timeout), self.address)[0]
+        (answer,) = await self.notify(request, timeout)
+        if isinstance(answer, KvferryError):
+            raise answer
+        return answer
 
     async def decline(self, reference: str, timeout: float) -> None:
         """Tell the home that this reader will not read a publication."""
@@ -212,7 +204,7 @@ class Control:
     def read_blocks(self, request: pb.ReadBlocksRequest, timeout: float) -> Call[pb.ReadBlocksResponse]:
         """Begin to ask for the blocks of a publication."""
         introduce(request)
-        return self._start(lambda stub: stub.ReadBlocks.future(request, timeout=timeout, metadata=call_metadata()))
+        return self._start(lambda stub: stub.ReadBlocks, request, timeout)
 
     def watch(self, request: pb.WatchRequest) -> AsyncGenerator[pb.WatchResponse, None]:
         """Open a Watch, and yield its events."""
@@ -248,8 +240,15 @@ class Control:
         # The references first, which takes one step: the loop may add some at any time.
         return [call for reference in self._open.keyrefs() if (call := reference()) is not None]
 
-    def _start(self, call: Callable[[KVTransferStub], _Future[Answer]]) -> Call[Answer]:
-        shared, future = self._begin(call)
+    def _start(
+        self,
+        method: Callable[[KVTransferStub], grpc.UnaryUnaryMultiCallable[Request, Answer]],
+        request: Request,
+        timeout: float,
+    ) -> Call[Answer]:
+        shared, future = self._begin(
+            lambda stub: method(stub).future(request, timeout=timeout, metadata=call_metadata())
+        )
 
         def take() -> Answer:
             try:
@@ -265,7 +264,7 @@ class Control:
                 failure = error
             raise self._typed(failure)
 
-        made = Call(self._loop, future, take)
+        made = Call(self._loop, future.cancel, take)
 
         def end() -> None:
             shared.end()
@@ -407,24 +406,13 @@ async def _finished(call: Call[Answer]) -> Answer:
         raise
 
 
-def checked_results(
-    request: pb.NotifyRequest, results: list[pb.NotificationResult], address: str
-) -> list[pb.NotificationResult]:
-    """Return the results of a batch.
-
-    Raises:
-        InternalError: there are not as many results as notifications.
-        KvferryError: the first error among the results.
-    """
-    if len(results) != len(request.notifications):
-        raise InternalError(
-            f"{address} answered {len(request.notifications)} notifications with {len(results)} results",
-            address=address,
-        )
-    for result in results:
-        if result.WhichOneof("kind") == "error":
-            raise from_notification_error(result.error)
-    return results
+def answers_of(request: pb.NotifyRequest, answer: pb.NotifyResponse, address: str) -> list[NotificationAnswer]:
+    """Return the results of a batch, errors as such. Raises `InternalError` if there are not as many results as
+    notifications."""
+    sent, answered = len(request.notifications), len(answer.results)
+    if sent != answered:
+        raise InternalError(f"{address} answered {sent} notifications with {answered} results", address=address)
+    return [from_notification_error(result.error) if result.HasField("error") else result for result in answer.results]
 
 
 def _nothing() -> None:

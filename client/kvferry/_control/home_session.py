@@ -17,7 +17,7 @@ from kvferry._control.notifier import Message, Notifier
 from kvferry._control.publication_sender import PublicationSender
 from kvferry._control.publications import Offers, Publication, Release, leaves_open
 from kvferry._control.publish import Publish, PublishMore, follow, new_step
-from kvferry._control.questions import MissReason, Question, Questions
+from kvferry._control.questions import Question, Questions
 from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
 from kvferry._logs import Log
@@ -25,8 +25,8 @@ from kvferry._loop import Loop
 from kvferry._news import News
 from kvferry._tracing import NO_SPAN, Span, start_span
 from kvferry._wire.authority import incarnation_of, new_session_secret
+from kvferry._wire.outcomes import MissReason
 from kvferry._wire.reference import router_reference
-from kvferry._wire.status import from_notification_error
 from kvferry._wire.token import EngineToken
 from kvferry.errors import (
     Closed,
@@ -272,13 +272,8 @@ class HomeSession:
                     if told.HasField("abort"):
                         self._offers.abort(told.abort.publication, not_published=told.abort.not_published)
             with self._span_of(sent).calling():
-                results = await self._control.notify(request, timeout)
-            if len(results) != len(sent):
-                raise InternalError(f"{self._control.address} answered {len(sent)} notifications with {len(results)}")
-            errors = [
-                from_notification_error(result.error) if result.WhichOneof("kind") == "error" else None
-                for result in results
-            ]
+                answers = await self._control.notify(request, timeout)
+            errors = [answer if isinstance(answer, KvferryError) else None for answer in answers]
         except KvferryError as error:
             failure = error
         except Exception as error:
@@ -441,12 +436,11 @@ class HomeSession:
             self.news.tell()
 
     async def _refill_with(self, request: pb.NotifyRequest) -> None:
-        for result in await self._control.notify(request):
-            if result.WhichOneof("kind") == "error":
-                error = from_notification_error(result.error)
-                if error.retryable:
-                    raise error
-                logger.warning("%s refused a notification of the refill: %s", self._control.address, error)
+        for answer in await self._control.notify(request):
+            if isinstance(answer, KvferryError):
+                if answer.retryable:
+                    raise answer
+                logger.warning("%s refused a notification of the refill: %s", self._control.address, answer)
 
 
 def _wait(answer: Future[None] | None) -> None:

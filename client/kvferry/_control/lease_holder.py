@@ -4,18 +4,17 @@ Leases 4)."""
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 from google.protobuf.message import DecodeError
 
-from kvferry._clock import LONGEST
-from kvferry._control.acquisition import HOME_PATIENCE, Acquired, AcquireRequest, Acquisition
+from kvferry._control.acquisition import HOME_PATIENCE, Acquired, AcquireRequest, Acquisition, ReadTerms
 from kvferry._control.asking import AskingAcquisition
 from kvferry._control.batches import read_done
-from kvferry._control.connection import Control
+from kvferry._control.connection import Control, NotificationAnswer
 from kvferry._control.granted_steps import GrantedSteps
 from kvferry._control.homes import Homes
 from kvferry._control.notifier import Message, Notifier
@@ -52,17 +51,6 @@ REPORTS_KEPT = 65_536
 
 Answer: TypeAlias = "pb.Verdict.ValueType | KvferryError | None"
 """The home's verdict; the error of the last attempt; or None after an attempt that is repeated."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadReport:
-    """Reports the ends of all shares of a read. `answered` is called after each attempt. `hinted` is the request of a
-    read from a hint, which has no lease."""
-
-    lease: ReaderLease
-    shares: Sequence[pb.RankReport]
-    answered: Callable[[Answer], None]
-    hinted: AcquireRequest | None = None
 
 
 class LeaseHolder:
@@ -110,30 +98,22 @@ class LeaseHolder:
     def request(
         self,
         reference: str | AskedPrefix,
-        read_id: str,
+        terms: ReadTerms,
         *,
-        parties: int,
-        expected_reads: int,
-        timeout: float,
-        prompt: Prompt = Prompt.unknown,
+        read_id: str = "",
         request_id: str = "",
-        traceparent: str = "",
-        progressive: bool = False,
+        parties: int = 1,
     ) -> AcquireRequest:
-        """Make the request for a read of a publication, part of the trace that `traceparent` names; or of what an
-        engine is asked for.
-
-        `request_id` is the reader's name for the request.
+        """Make the request for a read of a publication, or of what an engine is asked for. `request_id` is the reader's
+        name for the request; without a `read_id` the read gets a random one.
 
         Raises:
             BadReference: the string is not a reference, or not that of the engine that is asked.
             HomeNotAllowed: this client may not connect to the home in the reference.
             EngineNotListed, DirectoryUnavailable: the reference names no home, and the directory does not list its
                 engine.
-            InvalidField: an argument is out of range.
         """
-        if not 0 < timeout < LONGEST:
-            raise InvalidField("timeout", timeout, f"more than 0 seconds, and less than {LONGEST:g}")
+        read_id = read_id or secrets.token_hex(8)
         asked, check = None, self._prompt_check
         if isinstance(reference, AskedPrefix):
             asked, reference = reference, self._made_for(reference)
@@ -148,7 +128,7 @@ class LeaseHolder:
             parsed.ClearField("hint")
             given, reference = reference, format_reference(parsed)
         # Ranks without a scheduler would each have to validate the whole read.
-        usable = self._optimistic and not expected_reads and (self._rank is None or parties == 1)
+        usable = self._optimistic and not terms.expected_reads and (self._rank is None or parties == 1)
         return AcquireRequest(
             home=home,
             reference=parsed,
@@ -157,11 +137,11 @@ class LeaseHolder:
             hint=hint if usable else b"",
             read_id=read_id,
             parties=parties,
-            expected_reads=expected_reads,
-            deadline=self._loop.now() + timeout,
-            prompt=ReaderPrompt(prompt, check, request_id, self._reader.engine_id),
-            span=Span(traceparent),
-            progressive=progressive,
+            expected_reads=terms.expected_reads,
+            deadline=self._loop.now() + terms.timeout,
+            prompt=ReaderPrompt(terms.prompt, check, request_id or read_id, self._reader.engine_id),
+            span=Span(terms.traceparent),
+            progressive=terms.progressive,
             asked=asked,
         )
 
@@ -250,30 +230,22 @@ class LeaseHolder:
             if len(self._reported) > REPORTS_KEPT:
                 del self._reported[next(iter(self._reported))]
 
-    def report(self, home: Control, reports: Sequence[ReadReport], span: Span = NO_SPAN) -> None:
-        """Report the ends of reads to their home. Each report is repeated until its lease ends, if need be."""
-        messages = [
-            Message(notification, until, partial(_verdict, report.answered))
-            for report in reports
-            for notification, until in self._ends(report)
-        ]
-        self._notifier.send(home, messages, timeout=VERDICT_TIMEOUT, span=span)
-
-    def _ends(self, report: ReadReport) -> list[tuple[pb.Notification, float]]:
-        """Make the notifications of a report, each with the time after which it is useless."""
-        request, lease = report.hinted, report.lease
-        if request is None:
-            return [(each, lease.deadline) for each in read_done(lease.lease_id, report.shares)]
-        validate = pb.Validate(
-            reference=request.text,
-            # Of this read alone. An earlier read with the same name may have been answered VALID before the release of
-            # the blocks, and a lease that was granted too late is given back: neither must decide about this one.
-            read_id=new_read_id(),
-            hint_digest=hint_digest(request.hint),
-            parties=request.parties,
-            reports=report.shares,
-        )
-        return [(pb.Notification(validate=validate), self.validated_by(request))]
+    def report(
+        self,
+        request: AcquireRequest,
+        lease: ReaderLease,
+        shares: Sequence[pb.RankReport],
+        answered: Callable[[Answer], None],
+        span: Span = NO_SPAN,
+    ) -> None:
+        """Report the ends of all shares of a read to its home: repeated, if need be, until its lease ends, or, of a
+        read from a hint, until `validated_by`. `answered` is called after each attempt."""
+        if lease.lease_id:
+            ends, until = read_done(lease.lease_id, shares), lease.deadline
+        else:
+            ends, until = [pb.Notification(validate=_validate(request, shares))], self.validated_by(request)
+        verdict = partial(_verdict, answered)
+        self._notifier.send(request.home, [Message(end, until, verdict, VERDICT_TIMEOUT, span) for end in ends])
 
     def validated_by(self, request: AcquireRequest) -> float:
         """Until when, from now, the home is asked to validate a read from a hint, on the loop's clock."""
@@ -314,13 +286,22 @@ class LeaseHolder:
         self._notifier.send(home, [Message(end, lease.deadline) for end in ends])
 
 
-def _verdict(answered: Callable[[Answer], None], result: pb.NotificationResult | KvferryError | None) -> None:
-    if isinstance(result, pb.NotificationResult):
-        kind = result.WhichOneof("kind")
-        answered(
-            result.read_ended.verdict
-            if kind == "read_ended"
-            else InternalError(f"the end of a read was answered with {kind}")
-        )
+def _validate(request: AcquireRequest, shares: Sequence[pb.RankReport]) -> pb.Validate:
+    return pb.Validate(
+        reference=request.text,
+        # Of this read alone. An earlier read with the same name may have been answered VALID before the release of the
+        # blocks, and a lease that was granted too late is given back: neither must decide about this one.
+        read_id=new_read_id(),
+        hint_digest=hint_digest(request.hint),
+        parties=request.parties,
+        reports=shares,
+    )
+
+
+def _verdict(answered: Callable[[Answer], None], answer: NotificationAnswer | None) -> None:
+    if answer is None or isinstance(answer, KvferryError):
+        answered(answer)
+    elif answer.HasField("read_ended"):
+        answered(answer.read_ended.verdict)
     else:
-        answered(result)
+        answered(InternalError(f"the end of a read was answered with {answer.WhichOneof('kind')}"))

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from kvferry._control.backoff import Backoff
-from kvferry._control.batches import batches
-from kvferry._control.connection import CALL_TIMEOUT, Control
+from kvferry._control.batches import batches, check_notification
+from kvferry._control.connection import CALL_TIMEOUT, Control, NotificationAnswer
 from kvferry._logs import Log
 from kvferry._loop import Loop, Signal
 from kvferry._threads import guarded
 from kvferry._tracing import NO_SPAN, Span
-from kvferry._wire.status import from_notification_error
-from kvferry.errors import InternalError, KvferryError
+from kvferry.errors import KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = Log(__name__)
@@ -30,11 +29,14 @@ home keeps a home that never answers from using up the room of the others."""
 @dataclass(slots=True, eq=False)
 class Message:
     """A notification for a home, useless after `until` on the loop's clock. `answered` is called with each result that
-    is not an error, with None after each failed attempt that is repeated, and with the error of the last attempt."""
+    is not an error, with None after each failed attempt that is repeated, and with the error of the last attempt. The
+    first attempt takes at most `timeout` seconds, and is part of `span`."""
 
     notification: pb.Notification
     until: float
-    answered: Callable[[pb.NotificationResult | KvferryError | None], None] | None = None
+    answered: Callable[[NotificationAnswer | None], None] | None = None
+    timeout: float = CALL_TIMEOUT
+    span: Span = NO_SPAN
     again_at: float = 0.0
     backoff: Backoff = field(default_factory=Backoff)
 
@@ -47,31 +49,44 @@ class Notifier:
         self._loop = loop
         self._sender = sender
         self._secret = session_secret
+        self._fresh: dict[tuple[Control, float], list[Message]] = {}
+        """Messages that are to be sent now, by home and timeout."""
         self._waiting: dict[Control, list[Message]] = {}
         """Messages that wait for another attempt. A coroutine per home makes the attempts."""
         self._news: dict[Control, Signal] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    def send(
-        self, home: Control, messages: Iterable[Message], *, timeout: float = CALL_TIMEOUT, span: Span = NO_SPAN
-    ) -> None:
-        """Send notifications to a home at once, in as few calls as possible, and repeat those whose errors are
-        retryable. `timeout` is in seconds, for the first attempt.
+    def send(self, home: Control, messages: Sequence[Message]) -> None:
+        """Send notifications to a home, with all others that it is to get now in as few calls as possible, and repeat
+        those whose errors are retryable.
 
         Raises:
-            MessageTooLarge: a notification does not fit into one message; nothing was sent.
+            MessageTooLarge: a notification does not fit into one message; none of these is sent.
         """
-        left = list(messages)
-        notifications = [each.notification for each in left]
-        for request in tuple(batches(self._sender, notifications, session_secret=self._secret)):
-            batch, left = left[: len(request.notifications)], left[len(request.notifications) :]
-            call = self._loop.spawn(self._attempt(home, request, batch, timeout, span), f"a call to {home.address}")
-            self._calls.add(call)
-            call.add_done_callback(self._calls.discard)
+        for message in messages:
+            check_notification(message.notification)
+        if not self._fresh:
+            self._loop.soon(self._send_fresh)
+        for message in messages:
+            self._fresh.setdefault((home, message.timeout), []).append(message)
+
+    def _send_fresh(self) -> None:
+        fresh, self._fresh = self._fresh, {}
+        for (home, timeout), left in fresh.items():
+            spans = {message.span for message in left}
+            # A call belongs to one trace; a call about several reads to none.
+            span = spans.pop() if len(spans) == 1 else NO_SPAN
+            notifications = [message.notification for message in left]
+            for request in batches(self._sender, notifications, session_secret=self._secret):
+                batch, left = left[: len(request.notifications)], left[len(request.notifications) :]
+                call = self._loop.spawn(self._attempt(home, request, batch, timeout, span), f"a call to {home.address}")
+                self._calls.add(call)
+                call.add_done_callback(self._calls.discard)
 
     async def close(self, timeout: float) -> None:
         """Stop repeating notifications, and wait at most `timeout` seconds for the calls in progress. Idempotent."""
+        self._send_fresh()
         self._closed = True
         self._waiting.clear()
         for signal in self._news.values():
@@ -84,18 +99,14 @@ class Notifier:
     ) -> None:
         try:
             with span.calling():
-                results = await home.notify(request, timeout)
-            if len(results) != len(batch):
-                raise InternalError(f"{len(results)} results for {len(batch)} notifications")
+                answers = await home.notify(request, timeout)
         except KvferryError as error:
-            for message in batch:
-                self._failed(home, message, error)
-            return
-        for message, result in zip(batch, results, strict=True):
-            if result.WhichOneof("kind") == "error":
-                self._failed(home, message, from_notification_error(result.error))
+            answers = [error] * len(batch)
+        for message, answer in zip(batch, answers, strict=True):
+            if isinstance(answer, KvferryError):
+                self._failed(home, message, answer)
             else:
-                _answer(home, message, result)
+                _answer(home, message, answer)
 
     def _failed(self, home: Control, message: Message, error: KvferryError) -> None:
         """Plan the next attempt of a failed notification, or drop it if repeating cannot help."""
@@ -135,6 +146,6 @@ class Notifier:
         return True
 
 
-def _answer(home: Control, message: Message, result: pb.NotificationResult | KvferryError | None) -> None:
+def _answer(home: Control, message: Message, answer: NotificationAnswer | None) -> None:
     if message.answered is not None:
-        guarded(partial(message.answered, result), f"a callback for the answer of {home.address}")
+        guarded(partial(message.answered, answer), f"a callback for the answer of {home.address}")

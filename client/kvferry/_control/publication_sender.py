@@ -26,11 +26,12 @@ from typing import Protocol
 from kvferry._control.backoff import Backoff
 from kvferry._control.batches import BATCH
 from kvferry._control.connection import CALL_TIMEOUT, SILENCE
-from kvferry._control.publications import Publication, Release, ReleaseOutcome
+from kvferry._control.publications import Publication, Release
 from kvferry._engine_spec import EngineSpec
 from kvferry._logs import Log
 from kvferry._loop import Loop, Signal
 from kvferry._threads import settle
+from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import Closed, KvferryError, NotPublished, PublicationAborted, Unavailable, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
 

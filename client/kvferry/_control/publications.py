@@ -8,7 +8,6 @@ Pure: no threads, no RPCs, no clock of its own. `HomeSession` makes the calls an
 
 from __future__ import annotations
 
-import enum
 import logging
 import math
 import secrets
@@ -21,6 +20,7 @@ from kvferry._control.right_prompt import Marker
 from kvferry._logs import Log
 from kvferry._prompt import Prompt
 from kvferry._wire.authority import publication_key
+from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry._wire.publication import hint_of
 from kvferry._wire.reference import MAX_REFERENCE_MARKS, add_hint, format_reference
 from kvferry.errors import InternalError, KvferryError, RouterKeyUsed, Unreachable, WrongState
@@ -32,16 +32,6 @@ LOCAL_RELEASE_MARGIN = 5.0
 LOCAL_RELEASE_SHARE = 0.01
 """A publication whose home never came back is released 5 s and 1 % of `final` after its final deadline. The share
 allows for clocks of different rates, the seconds for a publish that was in progress when its attempt was given up."""
-
-
-class ReleaseOutcome(enum.IntEnum):
-    """How a publication ended; `kvferry.v1.ReleaseOutcome` explains the values."""
-
-    READ = 1
-    UNREAD = 2
-    DECLINED = 3
-    ABORTED = 4
-    FINAL = 5
 
 
 ReadEnding = Literal["waiting", "reading", "valid", "failed", "cancelled", "expired", "unknown"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from kvferry._clock import from_duration, to_duration
 from kvferry._logs import Log
 from kvferry._prompt import Prompt
 from kvferry._threads import guarded
+from kvferry._wire.outcomes import MissReason
 from kvferry._wire.prompt_codec import asked_end, prompt_from_proto, prompt_to_proto
 from kvferry.errors import BlocksShort, InvalidField
 from kvferry.geometry.blocks import Blocks
@@ -28,15 +28,6 @@ MAX_WAIT = 2.0
 
 MAX_OPEN = 64
 """Most open questions of a home to one engine; the contract's limit."""
-
-
-class MissReason(enum.IntEnum):
-    """Why an engine has nothing to read; `kvferry.v1.MissReason` explains the values."""
-
-    NOT_CACHED = 1
-    BUSY = 2
-    UNSUPPORTED = 3
-    NO_ANSWER = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)

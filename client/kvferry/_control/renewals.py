@@ -9,12 +9,11 @@ from functools import partial
 
 from kvferry._clock import from_duration
 from kvferry._control.batches import batches
-from kvferry._control.connection import Control
+from kvferry._control.connection import Control, NotificationAnswer
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._logs import Log
 from kvferry._loop import Loop, Signal
 from kvferry._threads import guarded
-from kvferry._wire.status import from_notification_error
 from kvferry.errors import Closed, InternalError, KvferryError, LeaseEnded
 from kvferry.v1 import kv_transfer_pb2 as pb
 
@@ -125,15 +124,13 @@ class Renewals:
     async def _ask(self, batch: Sequence[_Kept], request: pb.NotifyRequest, sent_at: float) -> None:
         left = max(kept.lease.deadline for kept in batch) - sent_at
         try:
-            results = await batch[0].home.notify(request, max(RENEW_TIMEOUT, left))
+            answers = await batch[0].home.notify(request, max(RENEW_TIMEOUT, left))
         except KvferryError as error:
             self._refused(batch, error)
             return
-        if len(results) != len(batch):
-            self._not_renewed(batch[len(results) :], InternalError(f"{len(results)} results for {len(batch)} renewals"))
-        for kept, result in zip(batch, results, strict=False):
+        for kept, answer in zip(batch, answers, strict=True):
             # A lease passes the new deadline to its read; a failure there must not cost other leases their renewal.
-            guarded(partial(self._take, kept, sent_at, result), f"the renewal of {kept.name}")
+            guarded(partial(self._take, kept, sent_at, answer), f"the renewal of {kept.name}")
 
     def _refused(self, batch: Sequence[_Kept], error: KvferryError) -> None:
         """Handle a failed call. If repeating it cannot help, its halves are sent separately, so that a lease which the
@@ -159,30 +156,29 @@ class Renewals:
             message = "%s: the renewal at %s failed and is repeated: %s"
             logger.warning(message, _names(new), new[0].home.address, error.message)
 
-    def _take(self, kept: _Kept, sent_at: float, result: pb.NotificationResult) -> None:
-        kind = result.WhichOneof("kind")
-        if kind == "renewed":
+    def _take(self, kept: _Kept, sent_at: float, answer: NotificationAnswer) -> None:
+        if isinstance(answer, LeaseEnded):
+            # Otherwise the lease was dropped, or acquired again, after this renewal was sent.
+            if self._kept.get(kept.lease) is kept:
+                del self._kept[kept.lease]
+                logger.warning("%s: %s has no record of the lease; acquiring it again", kept.name, kept.home.address)
+                kept.lost()
+        elif isinstance(answer, KvferryError):
+            self._not_renewed([kept], answer)
+        elif not answer.HasField("renewed"):
+            unexpected = InternalError(f"a renewal was answered with {answer.WhichOneof('kind')}")
+            self._not_renewed([kept], unexpected)
+        else:
             self._failing.discard(kept.lease)
             kept.lease.renewed(
                 sent_at,
                 self._loop.now(),
-                from_duration(result.renewed.remaining),
-                more=result.renewed.revoked == pb.REVOKE_REASON_UNSPECIFIED,
-                source_lost=result.renewed.revoked == pb.REVOKE_REASON_SOURCE_LOST,
+                from_duration(answer.renewed.remaining),
+                more=answer.renewed.revoked == pb.REVOKE_REASON_UNSPECIFIED,
+                source_lost=answer.renewed.revoked == pb.REVOKE_REASON_SOURCE_LOST,
             )
             # A home that did not extend the lease is asked sooner.
             self._wake_for(kept.lease)
-            return
-        error: KvferryError = InternalError(f"a renewal was answered with {kind}")
-        if kind == "error":
-            error = from_notification_error(result.error)
-        if not isinstance(error, LeaseEnded):
-            self._not_renewed([kept], error)
-        # Otherwise the lease was dropped, or acquired again, after this renewal was sent.
-        elif self._kept.get(kept.lease) is kept:
-            del self._kept[kept.lease]
-            logger.warning("%s: %s has no record of the lease; acquiring it again", kept.name, kept.home.address)
-            kept.lost()
 
 
 def _names(batch: Sequence[_Kept]) -> str:

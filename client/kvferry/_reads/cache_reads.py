@@ -159,7 +159,8 @@ class CacheReads(LeasedReads[OwnRead]):
     def _forget(self, read: OwnRead) -> None:
         if isinstance(read.error, (PeerRestarted, EngineUnknown)):
             home, reference = read.request.home, read.request.reference
-            self._loop.call(partial(self._sources.gone, home.address, reference.engine_id, reference.incarnation))
+            source = (home.address, reference.engine_id, reference.incarnation)
+            self._loop.call(partial(self._sources.gone, source))
         self._running.discard(read)
         settle(read.ended, read.error or _result(read))
 

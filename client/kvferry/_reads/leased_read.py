@@ -6,6 +6,7 @@ import asyncio
 import enum
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvferry._control.acquisition import Acquired, AcquireRequest
@@ -15,7 +16,15 @@ from kvferry._loop import Loop, Signal
 from kvferry._reads.read_times import ShareWork, Stamps
 from kvferry._tracing import NO_SPAN
 from kvferry._wire.publication import Told
-from kvferry.errors import KvferryError, PrefixMiss, PromptMismatch, TransferCancelled, TransferError
+from kvferry._wire.status import reason_number
+from kvferry.errors import (
+    KvferryError,
+    PrefixMiss,
+    PromptMismatch,
+    TransferCancelled,
+    TransferError,
+    TransferExpired,
+)
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = Log(__name__)
@@ -95,6 +104,11 @@ class LeasedRead:
         return self.request.read_id
 
     @property
+    def hinted(self) -> bool:
+        """Whether the read has the blocks of a hint, and no lease."""
+        return self.acquired is not None and self.acquired.hinted
+
+    @property
     def bytes(self) -> int:
         """Number of bytes that have arrived on the ranks that have ended."""
         return sum(end.bytes for end in self.ends.values())
@@ -103,6 +117,39 @@ class LeasedRead:
     def silent(self) -> tuple[int, ...]:
         """Ranks that have not reported the end of their share."""
         return tuple(sorted(self.ranks - set(self.ends)))
+
+
+def expired(read: LeasedRead, problem: str) -> TransferExpired:
+    """Make the error of a read whose bytes do not count."""
+    return TransferExpired(f"read {read.read_id}: {problem}", read_id=read.read_id)
+
+
+def uncovered(read: LeasedRead, why: str) -> TransferExpired:
+    """Make the error of a read whose blocks may have been released: only the home can know."""
+    return expired(read, f"its bytes do not count: {why}")
+
+
+def reports_of(error: KvferryError | None, ends: Mapping[int, ShareEnd]) -> list[pb.RankReport]:
+    """Make the reports of a read's shares, of which each has ended with an error of its own, or with that of the read.
+
+    If the read failed although no share did, for example at its deadline or at the end of its lease, its successful and
+    its cancelled shares are reported with the error of the read: the source then keeps the blocks for another reader,
+    and its home has the reason.
+    """
+    if any(end.error is error for end in ends.values()):
+        error = None
+    return [_report(rank, end, error) for rank, end in sorted(ends.items())]
+
+
+def _report(rank: int, end: ShareEnd, of_read: KvferryError | None) -> pb.RankReport:
+    error = of_read or end.error if isinstance(end.error, TransferCancelled) else end.error or of_read
+    outcome = pb.RANK_OUTCOME_DONE if error is None else pb.RANK_OUTCOME_FAILED
+    if isinstance(error, TransferExpired):
+        outcome = pb.RANK_OUTCOME_EXPIRED
+    elif isinstance(error, TransferCancelled):
+        outcome = pb.RANK_OUTCOME_CANCELLED
+    reason = reason_number("" if error is None else error.reason)
+    return pb.RankReport(rank=rank, outcome=outcome, bytes=end.bytes, reason=reason)
 
 
 def log_end(read: LeasedRead, how: str) -> None:

@@ -14,23 +14,29 @@ ranks have reported. The reads of `Cache.read` have one rank, those of `Schedule
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Generic, TypeVar
 
 from kvferry._control.acquisition import HOME_PATIENCE, Acquired, Acquisition, timed_out
-from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedPart
-from kvferry._control.lease_holder import VERDICT_TIMEOUT, Answer, LeaseHolder, ReadReport
+from kvferry._control.lease_holder import VERDICT_TIMEOUT, Answer, LeaseHolder
 from kvferry._control.reader_lease import Confirm, ReaderVerdict, verdict_of
 from kvferry._logs import Log
 from kvferry._loop import Loop
-from kvferry._reads.leased_read import LeasedRead, ReadStage, ShareEnd, log_end, set_quiet
+from kvferry._reads.leased_read import (
+    LeasedRead,
+    ReadStage,
+    ShareEnd,
+    expired,
+    log_end,
+    reports_of,
+    set_quiet,
+    uncovered,
+)
 from kvferry._reads.meters import ReadMeter, kind_of
-from kvferry._tracing import NO_SPAN, start_span
+from kvferry._tracing import start_span
 from kvferry._wire.publication import Told
-from kvferry._wire.status import reason_number
 from kvferry.errors import (
     BadReference,
     Closed,
@@ -38,7 +44,6 @@ from kvferry.errors import (
     NotFound,
     TransferCancelled,
     TransferError,
-    TransferExpired,
     TransferFailed,
     TransferStuck,
 )
@@ -77,8 +82,6 @@ class LeasedReads(Generic[SomeRead]):
         self._holder = holder
         self._meter = meter
         self._leads: set[asyncio.Task[None]] = set()
-        self._unreported: list[tuple[SomeRead, Acquired]] = []
-        """Ended reads that wait to be reported: those of one home in one call."""
 
     # Methods of subclasses.
 
@@ -172,8 +175,7 @@ class LeasedReads(Generic[SomeRead]):
     def cancel_validation(self, read: SomeRead, error: KvferryError) -> None:
         """End a cancelled read from a hint whose ranks have ended, and which may wait for its home for long. One with a
         lease ends soon, by its own deadline."""
-        waits = read.stage in (ReadStage.READING, ReadStage.JUDGING) and not read.silent
-        if waits and read.acquired is not None and read.acquired.hinted:
+        if read.hinted and read.stage in (ReadStage.READING, ReadStage.JUDGING) and not read.silent:
             self.fail(read, error)
 
     def refuse(self, read: SomeRead, error: KvferryError) -> None:
@@ -230,67 +232,64 @@ class LeasedReads(Generic[SomeRead]):
             read.lead.add_done_callback(partial(self._lead_ended, read))
 
     async def _lead(self, read: SomeRead) -> None:
-        """Take a read from its reference to its verdict."""
-        if read.acquired is not None:
-            await self._lead_hinted(read)
-            return
+        """Take a read from its reference, or from the blocks of its hint, to its verdict."""
+        read_all = self._read_leased if read.acquired is None else self._read_hinted
+        reported = False
+        try:
+            if await read_all(read):
+                self._judge(read)
+                self._report(read)
+                reported = True
+                await self._conclude(read)
+        finally:
+            self._end_lease(read, reported=reported)
+
+    async def _read_leased(self, read: SomeRead) -> bool:
+        """Acquire the lease of a read; then as `_all_ended`."""
         acquisition = self._holder.acquire(read.request, partial(self._lease_changed, read))
         overdue = self._loop.at(read.request.deadline + RANKS_GRACE, partial(self._never_heard, read))
         try:
             acquired = await acquisition.first()
         except KvferryError as error:
             self._not_granted(read, error.with_traceback(None))
-            return
+            return False
         except Exception as error:
             logger.exception("read %s could not be acquired", read.read_id)
             self._not_granted(read, TransferFailed(f"read {read.read_id}: {error!r}"))
-            return
+            return False
         finally:
             overdue.cancel()
+        with self.lock:
+            self._granted(read, acquired)
         more: asyncio.Task[None] | None = None
-        reported = False
+        if not acquired.part.complete:
+            more = self._loop.spawn(self._follow(read, acquisition), f"the steps of read {read.read_id}")
         try:
-            with self.lock:
-                self._granted(read, acquired)
-            if not acquired.part.complete:
-                more = self._loop.spawn(self._follow(read, acquisition), f"the steps of read {read.read_id}")
-            if await self._all_ended(read):
-                if not self._holder.reports_first(read.request, acquired.lease):
-                    with self.lock:
-                        self.fail(read, _read_again(read))
-                self._report_soon(read, acquired)
-                reported = True
-                await self._conclude(read, acquired)
+            ended = await self._all_ended(read)
         finally:
             if more is not None:
                 more.cancel()
-            self._end_lease(read, acquired, reported=reported)
+        if ended and not self._holder.reports_first(read.request, acquired.lease):
+            # The lease may have ended with the earlier read.
+            problem = "its rank has reported on the same lease before, for another read of this name"
+            with self.lock:
+                self.fail(read, uncovered(read, f"{problem}: give each its own read_id"))
+        return ended
 
-    async def _lead_hinted(self, read: SomeRead) -> None:
-        """Take a read with the blocks of a hint to its verdict."""
-        reported = False
-        try:
-            if await self._all_ended_beside_lease(read) and read.acquired is not None:
-                self._report_soon(read, read.acquired)
-                reported = True
-                await self._conclude(read, read.acquired)
-        finally:
-            if read.acquired is not None and not read.acquired.hinted:
-                self._end_lease(read, read.acquired, reported=reported)
-
-    async def _all_ended_beside_lease(self, read: SomeRead) -> bool:
+    async def _read_hinted(self, read: SomeRead) -> bool:
         """As `_all_ended`; meanwhile a read that takes long gets a lease."""
         leasing = list[asyncio.Task[None]]()
-        timer = self._loop.at(self._loop.now() + LEASE_AFTER, lambda: leasing.append(self._begin_lease(read)))
+
+        def lease() -> None:
+            leasing.append(self._loop.spawn(self._lease(read), f"the lease of read {read.read_id}"))
+
+        timer = self._loop.at(self._loop.now() + LEASE_AFTER, lease)
         try:
             return await self._all_ended(read)
         finally:
             timer.cancel()
             for task in leasing:
                 task.cancel()
-
-    def _begin_lease(self, read: SomeRead) -> asyncio.Task[None]:
-        return self._loop.spawn(self._lease(read), f"the lease of read {read.read_id}")
 
     async def _lease(self, read: SomeRead) -> None:
         """Lease a publication that is read from a hint, because the read takes long or has not begun: its source must
@@ -323,13 +322,16 @@ class LeasedReads(Generic[SomeRead]):
             if read.stage not in BEGUN:
                 return
             if error is None:
-                error = _uncovered(read, "its home was not heard")
+                error = uncovered(read, "its home was not heard")
             elif read.stage is ReadStage.READING and (error.retryable or isinstance(error, NotFound)):
                 # As if the home had said so at the read's end.
-                error = _uncovered(read, error.message)
+                error = uncovered(read, error.message)
             self.fail(read, error)
 
-    def _end_lease(self, read: SomeRead, acquired: Acquired, *, reported: bool) -> None:
+    def _end_lease(self, read: SomeRead, *, reported: bool) -> None:
+        acquired = read.acquired
+        if acquired is None or acquired.hinted:
+            return
         if reported:
             self._holder.drop(acquired)
         else:
@@ -405,8 +407,8 @@ class LeasedReads(Generic[SomeRead]):
                 wake_at = deadline + RANKS_GRACE if read.error is not None else min(deadline, read.lease.deadline)
             await read.news.wait(wake_at)
 
-    async def _conclude(self, read: SomeRead, acquired: Acquired) -> None:
-        """Give the verdict on a read whose ranks have ended, and end it."""
+    def _judge(self, read: SomeRead) -> None:
+        """Give the reader's own verdict on a read whose ranks have ended."""
         with self.lock:
             read.stamps.ended = self._loop.now()
             if read.error is None and not read.complete:
@@ -414,8 +416,12 @@ class LeasedReads(Generic[SomeRead]):
             if read.error is None and read.ended_at >= read.request.deadline:
                 read.error = self.overdue(read)
             if read.error is None and not read.lease.live(read.ended_at):
-                read.error = TransferExpired(f"read {read.read_id} ended after its lease", read_id=read.read_id)
-            if read.error is not None or (self._holder.confirm is Confirm.AFTER and not acquired.hinted):
+                read.error = expired(read, "it ended after its lease")
+
+    async def _conclude(self, read: SomeRead) -> None:
+        """End a read that was reported, mostly when the home has answered."""
+        with self.lock:
+            if read.error is not None or (self._holder.confirm is Confirm.AFTER and not read.hinted):
                 self._end(read)
                 return
             read.stage = ReadStage.JUDGING
@@ -430,62 +436,33 @@ class LeasedReads(Generic[SomeRead]):
                 self.on_extended(read)
         read.news.set()
 
-    def _report_soon(self, read: SomeRead, acquired: Acquired) -> None:
-        """Report the end of a read, together with those of others that end now."""
+    def _report(self, read: SomeRead) -> None:
+        """Report the end of a read to its home."""
         read.judging = start_span("kvferry.judge", read.span.traceparent)
-        self._unreported.append((read, acquired))
-        if len(self._unreported) == 1:
-            self._loop.soon(self._report_all)
-
-    def _report_all(self) -> None:
-        ended, self._unreported = self._unreported, []
-        by_home: dict[Control, list[ReadReport]] = {}
-        # A call belongs to one trace; a call with the ends of several reads to none.
-        span = ended[0][0].judging if len(ended) == 1 else NO_SPAN
-        unreported: list[Callable[[None], None]] = []
-        for read, acquired in ended:
-            try:
-                by_home.setdefault(read.request.home, []).append(self._report(read, acquired))
-            except Exception:
-                logger.exception("the end of read %s could not be reported", read.read_id)
-                unreported.append(partial(self._answered, read))
-        for home, reports in by_home.items():
-            try:
-                self._holder.report(home, reports, span)
-            except Exception:
-                logger.exception("the ends of %d reads could not be reported", len(reports))
-                unreported += [report.answered for report in reports]
-        for answered in unreported:
-            answered(None)
-        for read, _ in ended:
-            # Counted from now: the machine may have been paused since the end of the read, and only the home can know.
-            verdict_by = self._loop.now() + VERDICT_TIMEOUT
-            if read.acquired is not None and read.acquired.hinted:
-                verdict_by = max(verdict_by, self._holder.validated_by(read.request))
-            read.verdict_by = verdict_by + ANSWER_GRACE
-            read.news.set()
-
-    def _report(self, read: SomeRead, acquired: Acquired) -> ReadReport:
         with self.lock:
             error, ends = read.error, dict(read.ends)
-        # If the read failed although no share did, for example at its deadline or at the end of its lease, its
-        # successful and its cancelled shares are reported with the error of the read: the source then keeps the blocks
-        # for another reader, and its home has the reason.
-        if any(end.error is error for end in ends.values()):
-            error = None
-        shares = [_share(rank, end.error, error, end.bytes) for rank, end in sorted(ends.items())]
-        hinted = read.request if acquired.hinted else None
-        return ReadReport(acquired.lease, shares, partial(self._answered, read), hinted)
+        answered = partial(self._answered, read)
+        try:
+            self._holder.report(read.request, read.lease, reports_of(error, ends), answered, read.judging)
+        except Exception:
+            logger.exception("the end of read %s could not be reported", read.read_id)
+            answered(None)
+        # Counted from now: the machine may have been paused since the end of the read, and only the home can know.
+        verdict_by = self._loop.now() + VERDICT_TIMEOUT
+        if read.hinted:
+            verdict_by = max(verdict_by, self._holder.validated_by(read.request))
+        read.verdict_by = verdict_by + ANSWER_GRACE
 
     def _answered(self, read: SomeRead, answer: Answer) -> None:
-        if answer is None and read.acquired is not None and read.acquired.hinted:
+        """Take the home's answer to the report of a read."""
+        if answer is None and read.hinted:
             # The home is asked again: there is no other verdict.
             return
         verdict = None if isinstance(answer, KvferryError) else answer
         read.judging.end(verdict="none" if verdict is None else _verdict_name(verdict))
         with self.lock:
             if isinstance(answer, KvferryError):
-                read.not_validated = _uncovered(read, answer.message) if answer.retryable else answer
+                read.not_validated = uncovered(read, answer.message) if answer.retryable else answer
             if read.stage is ReadStage.ENDED:
                 self._audit(read, verdict)
             elif not read.answered:
@@ -495,9 +472,11 @@ class LeasedReads(Generic[SomeRead]):
     # Call these with the lock held.
 
     def _granted(self, read: SomeRead, acquired: Acquired) -> None:
+        # Also of a read that was refused meanwhile, so that it gives the lease back.
+        read.acquired, read.lease = acquired, acquired.lease
         if read.stage is not ReadStage.WAITING:
             return
-        read.acquired, read.lease, read.stage = acquired, acquired.lease, ReadStage.GRANTED
+        read.stage = ReadStage.GRANTED
         read.complete, read.told = acquired.part.complete, acquired.part.told
         read.acquiring.end(request_id=acquired.request_id)
         read.stamps.accepted, read.stamps.granted = acquired.accepted_at, self._loop.now()
@@ -509,8 +488,7 @@ class LeasedReads(Generic[SomeRead]):
             engine_id, problem = read.request.reference.engine_id, "its home has lost it, so it cannot be read any more"
             self.fail(read, TransferFailed(f"engine {engine_id!r}: {problem}", peer=engine_id, problem=problem))
         elif not read.lease.live(time):
-            read_id = read.read_id
-            self.fail(read, TransferExpired(f"read {read_id}: its lease ended before its last byte", read_id=read_id))
+            self.fail(read, expired(read, "its lease ended before its last byte"))
         elif time >= read.request.deadline:
             self.fail(read, self.overdue(read) if read.complete else timed_out(read.request))
 
@@ -533,21 +511,14 @@ class LeasedReads(Generic[SomeRead]):
 
     def _decide(self, read: SomeRead) -> None:
         """End a read by the home's verdict; if there is none, the reader's own deadline decides."""
-        if read.acquired is None:
-            return
         read.stamps.decided = self._loop.now()
-        if read.acquired.hinted:
-            read.confirmed = read.verdict == pb.VERDICT_VALID
-            if not read.confirmed:
-                late = _uncovered(read, "its home has not confirmed in time that its blocks were still published")
-                read.error = read.error or read.not_validated or late
-            self._end(read)
-            return
-        verdict = verdict_of(read.ended_at, read.acquired.lease.deadline, read.verdict)
-        if verdict is ReaderVerdict.EXPIRED:
-            read_id = read.read_id
-            read.error = TransferExpired(f"read {read_id}: the home says that its lease ended", read_id=read_id)
+        verdict = verdict_of(read.ended_at, read.lease.deadline, read.verdict)
         read.confirmed = verdict is ReaderVerdict.CONFIRMED
+        if read.hinted and not read.confirmed:
+            late = uncovered(read, "its home has not confirmed in time that its blocks were still published")
+            read.error = read.error or read.not_validated or late
+        elif verdict is ReaderVerdict.EXPIRED:
+            read.error = expired(read, "the home says that its lease ended")
         self._end(read)
 
     def _audit(self, read: SomeRead, verdict: pb.Verdict.ValueType | None) -> None:
@@ -567,7 +538,7 @@ class LeasedReads(Generic[SomeRead]):
 
     def _end(self, read: SomeRead) -> None:
         read.stage = ReadStage.ENDED
-        if read.error is not None and read.acquired is not None and read.acquired.hinted:
+        if read.error is not None and read.hinted:
             # A router may have written it.
             read.told = Told()
         set_quiet(read)
@@ -589,32 +560,6 @@ def _cancel(read: LeasedRead) -> None:
         read.lead.cancel()
 
 
-def _uncovered(read: LeasedRead, why: str) -> TransferExpired:
-    """Make the error of a read from a hint whose blocks may have been released: only the home can know."""
-    return TransferExpired(f"read {read.read_id}: its bytes do not count: {why}", read_id=read.read_id)
-
-
-def _read_again(read: LeasedRead) -> TransferExpired:
-    """Make the error of a read whose lease may have ended with an earlier read of the same name."""
-    problem = "its rank has reported on the same lease before, for another read of this name: give each its own read_id"
-    return TransferExpired(f"read {read.read_id}: its bytes do not count: {problem}", read_id=read.read_id)
-
-
 def _verdict_name(verdict: pb.Verdict.ValueType) -> str:
     known = verdict in pb.Verdict.values()
     return pb.Verdict.Name(verdict).removeprefix("VERDICT_").lower() if known else str(verdict)
-
-
-def _share(rank: int, own: KvferryError | None, of_read: KvferryError | None, moved: int) -> pb.RankReport:
-    """Make the report of a share that ended with an error of its own, or with the error of the read."""
-    error = of_read or own if isinstance(own, TransferCancelled) else own or of_read
-    reason = "" if error is None else error.reason
-    return pb.RankReport(rank=rank, outcome=_outcome(error), bytes=moved, reason=reason_number(reason))
-
-
-def _outcome(error: KvferryError | None) -> pb.RankOutcome.ValueType:
-    if error is None:
-        return pb.RANK_OUTCOME_DONE
-    if isinstance(error, TransferExpired):
-        return pb.RANK_OUTCOME_EXPIRED
-    return pb.RANK_OUTCOME_CANCELLED if isinstance(error, TransferCancelled) else pb.RANK_OUTCOME_FAILED

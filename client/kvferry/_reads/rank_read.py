@@ -17,7 +17,7 @@ from kvferry._integrity.verifier import Arrived
 from kvferry._loop import Loop, Signal
 from kvferry._memory.tails import Tails
 from kvferry._reads.read_times import ShareWork
-from kvferry._reads.source_engines import SourceEngine
+from kvferry._reads.source_engines import SourceEngine, SourceKey
 from kvferry._tracing import NO_SPAN, Span
 from kvferry._transport.transport import Transfer, TransferProgress, TransferState
 from kvferry.errors import KvferryError, TransferCancelled
@@ -72,7 +72,7 @@ class RankOrder:
     traceparent: str = ""
 
     @property
-    def source(self) -> tuple[str, str, bytes]:
+    def source(self) -> SourceKey:
         """The key of the source engine in `SourceEngines`."""
         return self.home.address, self.engine_id, self.incarnation
 

@@ -162,11 +162,11 @@ class RankReads(OneProcess):
     async def _read(self, share: RankRead) -> None:
         """Move the whole share; raises an error if its bytes do not count."""
         order = share.order
-        engine = self._sources.known(*order.source)
+        engine = self._sources.known(order.source)
         if engine is None:
             share.set_phase("handshake")
             engine = await self._sources.get(
-                order.home, order.engine_id, order.incarnation, order.reference, order.deadline, order.traceparent
+                order.home, order.source, order.reference, order.deadline, order.traceparent
             )
         share.span = start_span("kvferry.move", order.traceparent, source=order.engine_id)
         share.engine = engine
@@ -212,11 +212,11 @@ class RankReads(OneProcess):
         while not transfer.state.final:
             await share.news.wait(math.inf)
         if transfer.state is TransferState.DONE:
-            self._sources.succeeded(*order.source)
+            self._sources.succeeded(order.source)
             share.set_phase("steps", transfer.ended_at)
             return
         if transfer.state is TransferState.FAILED:
-            self._sources.failed(*order.source)
+            self._sources.failed(order.source)
         raise transfer.error or TransferFailed(f"read {order.read_id} failed")
 
     def _had_turn(self) -> None:

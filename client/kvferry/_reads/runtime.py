@@ -162,7 +162,8 @@ class RankRuntime:
         async def run() -> None:
             result: tuple[int, ...] | BaseException
             try:
-                source = await self._sources.get(home, engine.engine_id, engine.incarnation, engine_reference, deadline)
+                key = (home.address, engine.engine_id, engine.incarnation)
+                source = await self._sources.get(home, key, engine_reference, deadline)
                 for agent in source.agents.values():
                     self.transport.warm(agent)
                 result = tuple(source.agents)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeAlias
 
 from kvferry._control.breaker import Breaker
 from kvferry._control.connection import HANDSHAKE_TIMEOUT, Control
@@ -46,6 +47,9 @@ connect to a dead rank would cost a read seconds."""
 
 PEER_IDLE = 600.0
 """Seconds without a read after which an engine is dropped; the next read does a new handshake."""
+
+SourceKey: TypeAlias = tuple[str, str, bytes]
+"""An engine: the address of its home, its engine_id, and its incarnation."""
 
 REFERENCE_GONE = (WrongKey, PublicationStale, PublicationReleased)
 """Errors with which a home rejects a reference for good."""
@@ -118,19 +122,13 @@ class SourceEngines:
         self._rule = rule
         self._measure = measure
         self._drop = drop
-        self._slots: dict[tuple[str, str, bytes], _Slot] = {}
+        self._slots: dict[SourceKey, _Slot] = {}
 
     async def get(
-        self,
-        home: Control,
-        engine_id: str,
-        incarnation: bytes,
-        reference: str,
-        deadline: float,
-        traceparent: str = "",
+        self, home: Control, key: SourceKey, reference: str, deadline: float, traceparent: str = ""
     ) -> SourceEngine:
-        """Return a source engine; makes the handshake with a new engine, once for all reads that wait. `reference` is
-        that of one of its publications, or of the engine; `deadline` is on the loop's clock.
+        """Return the source engine at this home; makes the handshake with a new engine, once for all reads that wait.
+        `reference` is that of one of its publications, or of the engine; `deadline` is on the loop's clock.
 
         Raises:
             Incompatible: the source's cache cannot be read; the error has the reason.
@@ -139,7 +137,6 @@ class SourceEngines:
             Unavailable: the engine was not complete by the deadline, or reads from it keep failing and the next attempt
                 is not due yet.
         """
-        key = (home.address, engine_id, incarnation)
         slot = self._slots.setdefault(key, _Slot())
         slot.used_at = self._loop.now()
         slot.waiting.append(deadline)
@@ -152,9 +149,7 @@ class SourceEngines:
                 if handshake is None:
                     pause = slot.breaker.ask(self._loop.now())
                     if pause > 0:
-                        message = (
-                            f"reads from engine {engine_id!r} keep failing; the next attempt is due in {pause:.1f} s"
-                        )
+                        message = f"reads from engine {key[1]!r} keep failing; the next attempt is due in {pause:.1f} s"
                         raise Unreachable(message, retry_after=pause, address=home.address)
                     if slot.source is not None:
                         return slot.source
@@ -172,7 +167,7 @@ class SourceEngines:
             self._forget_unknown(key, slot)
 
     def _begin_handshake(
-        self, slot: _Slot, home: Control, key: tuple[str, str, bytes], reference: str, traceparent: str
+        self, slot: _Slot, home: Control, key: SourceKey, reference: str, traceparent: str
     ) -> _Handshake:
         # Reads that wait after a failed handshake make the next one together.
         handshake = slot.handshake = _Handshake(reference, max(slot.waiting), self._loop.future())
@@ -181,15 +176,15 @@ class SourceEngines:
         return handshake
 
     async def _shake_hands(
-        self, slot: _Slot, handshake: _Handshake, home: Control, key: tuple[str, str, bytes], traceparent: str
+        self, slot: _Slot, handshake: _Handshake, home: Control, key: SourceKey, traceparent: str
     ) -> None:
-        _, engine_id, incarnation = key
+        engine_id = key[1]
         span = start_span("kvferry.handshake", traceparent, source=engine_id)
         source: SourceEngine | None = None
         failure: KvferryError = TransferFailed(f"the handshake with {engine_id} has no result")
         try:
             with span.calling():
-                source = await self._handshake(home, engine_id, incarnation, handshake.reference, handshake.deadline)
+                source = await self._handshake(home, key, handshake.reference, handshake.deadline)
         except KvferryError as error:
             failure = error.with_traceback(None)
         except Exception as error:
@@ -207,49 +202,48 @@ class SourceEngines:
         # Marks the exception as retrieved: perhaps no read waits any more.
         handshake.done.exception()
         if isinstance(failure, (PeerRestarted, EngineUnknown)):
-            self.gone(*key)
+            self.gone(key)
         self._forget_unknown(key, slot)
 
-    def _forget_unknown(self, key: tuple[str, str, bytes], slot: _Slot) -> None:
+    def _forget_unknown(self, key: SourceKey, slot: _Slot) -> None:
         """Forget an engine without a handshake: a reference that no home has checked may name any engine."""
         busy = slot.waiting or slot.handshake is not None or slot.breaker.failing_for(self._loop.now())
         if slot.source is None and not busy and self._slots.get(key) is slot:
             del self._slots[key]
 
-    def known(self, home: str, engine_id: str, incarnation: bytes) -> SourceEngine | None:
+    def known(self, key: SourceKey) -> SourceEngine | None:
         """Return a source engine that needs no handshake and no pause; None otherwise."""
-        slot = self._slots.get((home, engine_id, incarnation))
+        slot = self._slots.get(key)
         if slot is None or slot.source is None or slot.breaker.ask(self._loop.now()) > 0:
             return None
         slot.used_at = self._loop.now()
         return slot.source
 
-    def failed(self, home: str, engine_id: str, incarnation: bytes) -> None:
+    def failed(self, key: SourceKey) -> None:
         """Record a failed transfer: the next read makes a new handshake, after a pause if several have failed."""
-        slot = self._slots.get((home, engine_id, incarnation))
+        slot = self._slots.get(key)
         if slot is not None:
             slot.source = None
             slot.breaker.failed(self._loop.now())
 
-    def succeeded(self, home: str, engine_id: str, incarnation: bytes) -> None:
-        slot = self._slots.get((home, engine_id, incarnation))
+    def succeeded(self, key: SourceKey) -> None:
+        slot = self._slots.get(key)
         if slot is not None:
             slot.breaker.succeeded()
 
-    def gone(self, home: str, engine_id: str, incarnation: bytes) -> None:
+    def gone(self, key: SourceKey) -> None:
         """Drop an incarnation that has ended according to its home. Only the engine at this home: another home may
         have, or claim to have, an engine of the same name."""
-        self._drop_where(lambda key, _: key == (home, engine_id, incarnation))
+        self._drop_where(lambda other, _: other == key)
 
-    def _drop_where(self, chosen: Callable[[tuple[str, str, bytes], _Slot], bool]) -> None:
+    def _drop_where(self, chosen: Callable[[SourceKey, _Slot], bool]) -> None:
         for key in [key for key, slot in self._slots.items() if chosen(key, slot)]:
             source = self._slots.pop(key).source
             if source is not None:
                 self._drop(source)
 
-    async def _handshake(
-        self, home: Control, engine_id: str, incarnation: bytes, reference: str, deadline: float
-    ) -> SourceEngine:
+    async def _handshake(self, home: Control, key: SourceKey, reference: str, deadline: float) -> SourceEngine:
+        _, engine_id, incarnation = key
         destination = await self._geometry(deadline)
         mine = next(rank for rank in destination.ranks if rank.rank == self._rank)
         request = pb.HandshakeRequest(

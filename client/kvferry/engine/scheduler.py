@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, READ_TIMEOUT
 from kvferry._client import Client, client_runtime_of
+from kvferry._control.acquisition import ReadTerms
 from kvferry._control.publications import Publication, Release
 from kvferry._control.publish import Publish, PublishMore
-from kvferry._control.questions import ANSWER_WAIT, AskedPrefix, MissReason, Question, checked_miss
+from kvferry._control.questions import ANSWER_WAIT, AskedPrefix, Question, checked_miss
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing
 from kvferry._prompt import Prompt
 from kvferry._reads.leased_read import ReadStage
 from kvferry._session import home_session_of
+from kvferry._wire.outcomes import MissReason
 from kvferry._wire.token import EngineToken
 from kvferry.engine.scheduler_reads import Reads
 from kvferry.engine.values import Finished, Grant, GrantStep, Offer, WorkerOutput
@@ -226,18 +227,7 @@ class SchedulerPort(Closing):
             WrongState: the request is being read already.
             LimitReached: `max_waiting` reads are waiting for their publications.
         """
-        request = self._holder.request(
-            reference,
-            secrets.token_hex(8),
-            request_id=arguments.text("request_id", request_id),
-            parties=self.spec.num_ranks,
-            expected_reads=arguments.integer("expected_reads", expected_reads, 0, 2**31 - 1),
-            timeout=arguments.seconds("timeout", timeout),
-            traceparent=arguments.text("traceparent", traceparent),
-            progressive=arguments.flag("progressive", progressive),
-            prompt=arguments.instance("prompt", prompt, Prompt, "a Prompt"),
-        )
-        self._reads.acquire(request_id, request)
+        self._acquire(request_id, reference, ReadTerms(timeout, traceparent, prompt, progressive, expected_reads))
 
     def ask(
         self,
@@ -274,17 +264,12 @@ class SchedulerPort(Closing):
             BadReference, HomeNotAllowed, WrongState, LimitReached: see `acquire`.
             InvalidField: the prompt is unknown, or not known up to `first_token`; or another argument is wrong.
         """
-        request = self._holder.request(
-            AskedPrefix(engine_reference, prompt, first_token, wait, self.spec.groups),
-            secrets.token_hex(8),
-            request_id=arguments.text("request_id", request_id),
-            parties=self.spec.num_ranks,
-            expected_reads=0,
-            timeout=arguments.seconds("timeout", timeout),
-            traceparent=arguments.text("traceparent", traceparent),
-            progressive=arguments.flag("progressive", progressive),
-            prompt=prompt,
-        )
+        asked = AskedPrefix(engine_reference, prompt, first_token, wait, self.spec.groups)
+        self._acquire(request_id, asked, ReadTerms(timeout, traceparent, prompt, progressive))
+
+    def _acquire(self, request_id: str, source: str | AskedPrefix, terms: ReadTerms) -> None:
+        request_id = arguments.text("request_id", request_id)
+        request = self._holder.request(source, terms, request_id=request_id, parties=self.spec.num_ranks)
         self._reads.acquire(request_id, request)
 
     def news(self) -> list[str]:

@@ -16,7 +16,5 @@ PAGE_SHARE = 0.1
 pause, in which the next ones wait."""
 
 PAGE_SIZE = 50  # Entries of a listing on one page
-MAX_PICTURE_CELLS = 256  # Source ranks times destination ranks in a plan's picture. `kvferry plan` draws larger ones
-PICTURE_SECONDS = 3.0  # How long the plans of one picture may take
 LAG_POLL = 0.5  # Between two measurements of how late the event loop runs its timers
 OVERDUE = 5.0  # By which the home's timers may be late before the node server counts as ill

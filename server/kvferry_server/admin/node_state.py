@@ -20,7 +20,6 @@ from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.event_log import EventLog
 from kvferry_server.home.home import Home
 from kvferry_server.servicers.relay import Relays
-from kvferry_server.servicers.worker import Worker
 
 BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # Of buckets of durations, in seconds
 
@@ -114,7 +113,6 @@ class NodeState:
     """
 
     home: Home
-    worker: Worker
     relays: Relays
     home_runs: Callable[[], bool]
     certificates: TlsFiles | None

@@ -22,8 +22,6 @@ from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.event_log import short
 from kvferry_server.servicers import lists
 
-MAX_PAIRS = 8  # Pairs of engines with a link to their plan
-
 WIDTH = 960
 NAMES = 260
 BAR = 12
@@ -56,19 +54,13 @@ FRONT = """<h1>Node server {state[advertise]}</h1>
 <p>Version {state[version]}, epoch {epoch}, up for {state[uptime_s]:.0f} s. Live leases: {leases}. Pinned requests:
 {state[pinned]}{oldest}.</p>
 {recovering}<h2>Engines</h2>{engines}
+<p class="note">Who would read what from whom: kvferry plan, with --svg as a picture.</p>
 <h2>The last reads</h2><p class="legend">{legend}</p>{timeline}
 <h2>Reads</h2><p class="note">Under way, and ended ones whose outcome is kept.</p>{reads}
 <h2>Requests</h2><p class="note">Published, and not yet acknowledged by their engine as released.</p>{requests}
-<h2>Plans</h2>{plans}
 """
 ENGINE = """<h1>engine {engine_id}</h1>
 <p>Incarnation {incarnation}. {count} ranks. Groups: {groups}.</p>{ranks}"""
-PLAN = """<h1>{title}</h1><p><img src="{picture}" alt="who reads what from whom: {title}" class="plan"></p>
-<p><a href="{picture}">the picture, or why there is none</a></p>"""
-PLANS = """<ul>{links}</ul>
-<form action="/plan" method="get"><select name="destination" aria-label="destination">{options}</select> reads from
-<select name="source" aria-label="source">{options}</select><button>draw</button></form>
-<p class="note">Engines whose home is another node server are not listed: kvferry plan takes ID@ADDRESS.</p>"""
 TABLE = '<table id="{name}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
@@ -121,8 +113,7 @@ def front(node: NodeState, query: Mapping[str, str]) -> Html:
         }
         for summary in engines.engines
     ]
-    ready = [each.engine.engine_id for each in engines.engines if each.state == ipb.ENGINE_STATE_READY]
-    ended, state = status.last_reads(node), status.overview(node)
+    state = status.overview(node)
     pinned = state["oldest_pin_s"]
     content = html(
         FRONT,
@@ -135,10 +126,9 @@ def front(node: NodeState, query: Mapping[str, str]) -> Html:
         oldest="" if pinned is None else f", the oldest for {pinned:.0f} s",
         engines=shown("engines", linked, engines.next_page_token),
         legend=each('<span class="{0}">{0}</span>', COLOURS),
-        timeline=_timeline(ended),
+        timeline=_timeline(status.last_reads(node)),
         reads=shown("reads", [*map(transfer_row, reads.transfers)], reads.next_page_token),
         requests=shown("requests", [*map(request_row, requests.requests)], requests.next_page_token),
-        plans=_plans(ready, ended),
     )
     return document(f"kvferry: {state['advertise']}", content)
 
@@ -157,13 +147,6 @@ def engine_page(engine: Engine, first: int) -> Html:
         ranks=_rows("ranks", rows, "more ranks", more),
     )
     return document(f"engine {ref.engine_id}", content)
-
-
-def plan_page(source: str, destination: str) -> Html:
-    """Return the page with the picture of a plan."""
-    title = f"{destination} reads from {source}"
-    picture = f"/plan.svg?{urlencode({'source': source, 'destination': destination})}"
-    return document(title, html(PLAN, title=title, picture=picture))
 
 
 def state_page(state: Row) -> Html:
@@ -194,19 +177,6 @@ def _cells(values: Iterable[object]) -> Iterable[str]:
 
 def _link(text: str, path: str, **query: str) -> Html:
     return html('<a href="{}?{}">{}</a>', path, urlencode(query), text)
-
-
-def _plans(here: Sequence[str], ended: Sequence[Row]) -> Html:
-    """Link to the plans of the last reads between engines that are complete `here`, and let people choose others."""
-    if not here:
-        return Html('<p class="none">No engine is complete.</p>')
-    # The latest reads first.
-    pairs = dict.fromkeys((row["source"], row["reader"]) for row in reversed(ended))
-    known = [pair for pair in pairs if set(pair) <= set(here)][:MAX_PAIRS]
-    links = (
-        _link(f"{reader} reads from {source}", "/plan", source=source, destination=reader) for source, reader in known
-    )
-    return html(PLANS, links=each("<li>{}</li>", links), options=each('<option value="{0}">{0}</option>', here))
 
 
 def _timeline(reads: Sequence[Row]) -> Html:

@@ -12,9 +12,7 @@ import ipaddress
 import json
 import logging
 import re
-import time
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
 from importlib.resources import files
 from typing import Any
 from urllib.parse import parse_qsl
@@ -25,17 +23,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvferry._summaries import as_dict
 from kvferry._wire.channel import Address
-from kvferry.errors import InvalidField, KvferryError, LimitReached
-from kvferry.geometry.model import EngineGeometry
-from kvferry.planner.explain_svg import to_svg
-from kvferry.planner.plan import ReadPlan, plan_read
+from kvferry.errors import KvferryError
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry_server.admin import limits, page, status
 from kvferry_server.admin.metrics import NodeCollector
 from kvferry_server.admin.node_state import NodeState
 from kvferry_server.home.home import Home
 from kvferry_server.servicers import lists
-from kvferry_server.servicers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +41,10 @@ _silent.propagate = False
 HTML = "text/html; charset=utf-8"
 TEXT = "text/plain; charset=utf-8"
 JSON = "application/json"
-SVG = "image/svg+xml"
 
 HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; img-src 'self'; style-src 'self'; script-src 'self'; "
-    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
+    "form-action 'none'; base-uri 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -127,9 +120,6 @@ class AdminService(AdminListener):
         self._node = node
         self._local = local
         self._collector = NodeCollector(node)
-        # Not the worker of geometries, which handshakes wait for.
-        self._drawer = Worker()
-        self._drawing = False
         self._metrics: tuple[float, bytes] = (float("-inf"), b"")
         self._scraping: asyncio.Task[None] | None = None
         self._listing = asyncio.Lock()
@@ -149,8 +139,6 @@ class AdminService(AdminListener):
             "/statusz/reads": self._in_turn(_listed(node, lists.transfers, ipb.ListTransfersRequest)),
             "/statusz/last-reads": self._in_turn(lambda _: _json({"reads": status.last_reads(node)})),
             "/engine": self._in_turn(self._engine),
-            "/plan": lambda query: _page(page.plan_page(*_pair(query))),
-            "/plan.svg": self._picture,
         }
 
     async def close(self) -> None:
@@ -177,8 +165,7 @@ class AdminService(AdminListener):
             found = handler(dict(parse_qsl(request.query_string, max_num_fields=16, errors="replace")))
             return await found if isinstance(found, Awaitable) else found
         except KvferryError as error:
-            code = 503 if isinstance(error, LimitReached) else 404
-            return code, HTML, page.problem_page(f"{error.message} ({error.reason})").encode()
+            return 404, HTML, page.problem_page(f"{error.message} ({error.reason})").encode()
         except ValueError:
             return 400, HTML, page.problem_page("The address is malformed.").encode()
         except Exception:
@@ -228,43 +215,6 @@ class AdminService(AdminListener):
             raise ValueError(first)
         with self._node.home.turn():
             return _page(page.engine_page(self._node.home.engines.find_live(query.get("engine_id", "")), first))
-
-    async def _picture(self, query: Query) -> Answer:
-        """Draw how one engine would read from another. Raises `LimitReached` while another picture is being drawn."""
-        if self._drawing:
-            raise LimitReached("pictures: one is being drawn", retry_after=1.0, limit="pictures", value=1)
-        self._drawing = True
-        try:
-            source, destination = [await self._geometry(engine_id) for engine_id in _pair(query)]
-            cells = len(source.ranks) * len(destination.ranks)
-            if cells > limits.MAX_PICTURE_CELLS:
-                problem = f"at most {limits.MAX_PICTURE_CELLS} pairs of ranks; `kvferry plan` draws more"
-                raise InvalidField("destination", f"{cells} pairs of ranks", problem)
-            # Clients that ask and leave do not have two pictures drawn at once: the worker has one thread.
-            drawn = await self._drawer.run("", 0, partial(_drawn, source, destination))
-            return 200, SVG, drawn.encode()
-        finally:
-            self._drawing = False
-
-    async def _geometry(self, engine_id: str) -> EngineGeometry:
-        with self._node.home.turn():
-            description = self._node.home.engines.find_live(engine_id).check_readable()
-        # The worker makes the geometry at its first use; see `EngineDescription`.
-        return await self._node.worker.run("", 0, lambda: description.geometry)
-
-
-def _pair(query: Query) -> tuple[str, str]:
-    return query.get("source", ""), query.get("destination", "")
-
-
-def _drawn(source: EngineGeometry, destination: EngineGeometry) -> str:
-    until = time.monotonic() + limits.PICTURE_SECONDS
-    plans: list[ReadPlan] = []
-    for rank in destination.ranks:
-        if plans and time.monotonic() > until:
-            raise InvalidField("destination", destination.engine_id, "engines whose plans are made sooner")
-        plans.append(plan_read(source, destination, rank.rank))
-    return to_svg(plans)
 
 
 def _probe(problem: str) -> Answer:

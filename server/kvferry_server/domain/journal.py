@@ -15,12 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvferry._wire.outcomes import MissReason, ReleaseOutcome
 from kvferry.stats import Distribution, counter, gauge, histogram, shown
 from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.event_log import EventLog, engine_fields, short
 from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.publications import Lease, PublicationOutcome, PublicationRecord, PublicationStage
-from kvferry_server.domain.questions import MissReason, Question, QuestionOutcome
+from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
+from kvferry_server.domain.questions import Question, QuestionOutcome
 from kvferry_server.domain.reads import LeaseState, RevokeReason, Verdict
 
 LAST_READS = 100  # Ended reads that are kept, even after their records are forgotten
@@ -28,7 +29,7 @@ LAST_READS = 100  # Ended reads that are kept, even after their records are forg
 # Bounds of the histograms of leases and pins, in seconds.
 LASTING = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 UNIX_PEER = "unix"  # The peer, in events, of callers on the UNIX socket, which cannot be told apart
-EXPECTED_OUTCOMES = frozenset({PublicationOutcome.READ, PublicationOutcome.DECLINED})  # Normal, of publications
+EXPECTED_OUTCOMES = frozenset({ReleaseOutcome.READ, ReleaseOutcome.DECLINED})  # Normal, of publications
 EXPECTED_ENDS = frozenset({LeaseState.VALID, LeaseState.CANCELLED})  # Normal ends of leases
 
 
@@ -70,8 +71,8 @@ class Journal:
         state=[stage for stage in PublicationStage if stage is not PublicationStage.FORGOTTEN],
     )
     published: int = counter("kvferry_publications_published", "Publications that had all their blocks.")
-    outcomes: Counter[PublicationOutcome] = counter(
-        "kvferry_released", "Released publications.", outcome=tuple(PublicationOutcome)
+    outcomes: Counter[ReleaseOutcome] = counter(
+        "kvferry_released", "Released publications.", outcome=tuple(ReleaseOutcome)
     )
     hold: Distribution = histogram(
         "kvferry_hold_seconds", "From the first step of a publication to its release: its pins.", bounds=LASTING
@@ -256,5 +257,5 @@ def _reader_fields(reader: EngineRef) -> dict[str, object]:
     return {"reader_id": reader.engine_id, "reader_incarnation": short(reader.incarnation)}
 
 
-def _name(value: PublicationOutcome | RevokeReason | MissReason | None) -> str | None:
+def _name(value: ReleaseOutcome | RevokeReason | MissReason | None) -> str | None:
     return None if value is None else value.name

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import replace
 
+from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import BadReference, LeaseEnded, PublicationAborted, ServerDraining
 from kvferry_server.domain.budgets import check_budget
 from kvferry_server.domain.engine_publications import EnginePublications
@@ -18,7 +19,6 @@ from kvferry_server.domain.limits import check_limit
 from kvferry_server.domain.publications import (
     PUBLICATION_BYTES,
     Lease,
-    PublicationOutcome,
     PublicationRecord,
     PublicationStage,
     lease_bytes,
@@ -191,7 +191,7 @@ class Lessor:
         engine, publication, now = self._records.begin_with(source, number)
         engine.check_key(number, key)
         if publication is not None and publication.stage is not PublicationStage.AWAITED:
-            self._records.end(publication, PublicationOutcome.DECLINED, now)
+            self._records.end(publication, ReleaseOutcome.DECLINED, now)
             return
         if publication is None and not engine.may_arrive(number, now):
             return

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvferry._prompt import MAX_MARKS
+from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import (
     InvalidField,
     KvferryError,
@@ -41,16 +42,6 @@ class PublicationStage(enum.Enum):
     FORGOTTEN = "forgotten"
 
 
-class PublicationOutcome(enum.IntEnum):
-    """How a publication ended, numbered as in the proto."""
-
-    READ = 1
-    UNREAD = 2
-    DECLINED = 3
-    ABORTED = 4
-    FINAL = 5
-
-
 @dataclass(slots=True, eq=False)
 class PublicationRecord:
     """A publication at its home. All times are seconds on the home's clock."""
@@ -72,7 +63,7 @@ class PublicationRecord:
     expected_reads: int = 1  # the highest number that the source or a reader stated
     valid_reads: int = 0  # distinct reads that ended VALID
     last_failure: str = ""  # reason of the read that FAILED last; empty: none
-    outcome: PublicationOutcome | None = None  # set with ENDING; the first reason counts
+    outcome: ReleaseOutcome | None = None  # set with ENDING; the first reason counts
     first_at: float = NEVER  # when the first step arrived
     final_at: float = NEVER  # the final deadline; no lease extends past it
     hold: float = NEVER  # seconds for which it is held without a live lease; set with its first step
@@ -147,7 +138,7 @@ class PublicationRecord:
 
     def refusal(self) -> KvferryError:
         """Return the error for a new lease; the publication must be ending or released."""
-        engine_id, aborted = self.source.engine_id, self.outcome is PublicationOutcome.ABORTED
+        engine_id, aborted = self.source.engine_id, self.outcome is ReleaseOutcome.ABORTED
         if aborted and self.stage is PublicationStage.ENDING and not self.not_published:
             return PublicationAborted(f"{self} was aborted", engine_id=engine_id, publication=self.number)
         return ended(f"{self}", engine_id, self.number, self.outcome, not_published=self.not_published)
@@ -251,7 +242,7 @@ def lease_bytes(parties: int) -> int:
 
 
 def ended(
-    named: str, engine_id: str, number: int, outcome: PublicationOutcome | None, *, not_published: bool
+    named: str, engine_id: str, number: int, outcome: ReleaseOutcome | None, *, not_published: bool
 ) -> NotPublished | PublicationReleased:
     """Return the error for a publication that has ended, or that its source has given up (`not_published`). `number` 0:
     it never arrived, and only its router key is known."""

@@ -17,6 +17,7 @@ from collections.abc import Hashable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from kvferry._wire.outcomes import MissReason
 from kvferry.errors import PrefixMiss
 from kvferry_server.domain.budgets import Budget, MemoryBudget, check_budget
 from kvferry_server.domain.deadline_queue import NEVER
@@ -25,15 +26,6 @@ from kvferry_server.domain.limits import MAX_QUESTIONS
 from kvferry_server.domain.times import ENDED_KEPT
 
 QUESTION_BYTES = 4096  # Bytes that a question takes in memory beside its prompt, until it is forgotten; estimated
-
-
-class MissReason(enum.IntEnum):
-    """Why there is nothing to read, numbered as in the proto."""
-
-    NOT_CACHED = 1
-    BUSY = 2
-    UNSUPPORTED = 3
-    NO_ANSWER = 4  # Said by homes only
 
 
 class QuestionOutcome(enum.Enum):

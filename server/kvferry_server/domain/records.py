@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
+from kvferry._wire.outcomes import MissReason, ReleaseOutcome
 from kvferry.errors import EngineUnknown, HomeRecovering
 from kvferry_server.domain.budgets import Budget, MemoryBudget
 from kvferry_server.domain.clock import Clock
@@ -21,14 +22,8 @@ from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.journal import Journal
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Limits
 from kvferry_server.domain.ordered import Ordered
-from kvferry_server.domain.publications import (
-    PUBLICATION_BYTES,
-    Lease,
-    PublicationOutcome,
-    PublicationRecord,
-    PublicationStage,
-)
-from kvferry_server.domain.questions import MissReason, Question, QuestionOutcome
+from kvferry_server.domain.publications import PUBLICATION_BYTES, Lease, PublicationRecord, PublicationStage
+from kvferry_server.domain.questions import Question, QuestionOutcome
 from kvferry_server.domain.reads import LeaseState, ReadKey, RevokeReason
 from kvferry_server.domain.router_keys import RouterKeys, WaitingRead
 from kvferry_server.domain.times import Times
@@ -331,9 +326,9 @@ class Records:
 
     def end_if_read(self, publication: PublicationRecord, now: float) -> None:
         if publication.complete and publication.valid_reads >= publication.expected_reads:
-            self.end(publication, PublicationOutcome.READ, now)
+            self.end(publication, ReleaseOutcome.READ, now)
 
-    def end(self, publication: PublicationRecord, outcome: PublicationOutcome, now: float) -> None:
+    def end(self, publication: PublicationRecord, outcome: ReleaseOutcome, now: float) -> None:
         """End a publication, unless it has ended before: it gets no new leases, and is released when its last live
         lease ends. The only place where a publication ends."""
         if not publication.grantable:
@@ -347,7 +342,7 @@ class Records:
     def abort(self, publication: PublicationRecord, reason: RevokeReason, now: float) -> None:
         """End a publication whose source cannot hold it; its readers get the reason."""
         self.revoke(publication, reason)
-        self.end(publication, PublicationOutcome.ABORTED, now)
+        self.end(publication, ReleaseOutcome.ABORTED, now)
 
     def revoke(self, publication: PublicationRecord, reason: RevokeReason) -> None:
         """Mark the live leases of a publication as not renewable. They end at the time they had anyway."""
@@ -465,7 +460,7 @@ class Records:
             publication.tell_again_at = now + self.times.max_ttl
         elif publication.grantable:
             final = now >= publication.final_at
-            self.end(publication, PublicationOutcome.FINAL if final else PublicationOutcome.UNREAD, now)
+            self.end(publication, ReleaseOutcome.FINAL if final else ReleaseOutcome.UNREAD, now)
         else:
             self.engines[publication.source].declined.discard(publication)
             self._settle(publication, now)

@@ -16,11 +16,12 @@ import math
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 
+from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import RouterKeyUsed, WrongKey
 from kvferry_server.domain.budgets import Budget, MemoryBudget, check_budget
 from kvferry_server.domain.identity import EngineRef, RouterKey
 from kvferry_server.domain.limits import MAX_PAST_ROUTER_KEYS
-from kvferry_server.domain.publications import PublicationOutcome, PublicationRecord, ended
+from kvferry_server.domain.publications import PublicationRecord, ended
 from kvferry_server.domain.questions import EngineQuestions
 from kvferry_server.domain.reads import LeaseRequest
 
@@ -45,7 +46,7 @@ class _Past:
 
     number: int
     key: bytes = field(repr=False)
-    outcome: PublicationOutcome | None
+    outcome: ReleaseOutcome | None
     until: float
     not_published: bool
 
@@ -107,7 +108,7 @@ class RouterKeys:
             raise ended(named, engine_id, past.number, past.outcome, not_published=past.not_published)
         declined = self._declined.get(wanted)
         if declined is not None:
-            raise ended(named, engine_id, 0, PublicationOutcome.DECLINED, not_published=declined.not_published)
+            raise ended(named, engine_id, 0, ReleaseOutcome.DECLINED, not_published=declined.not_published)
         return None
 
     def check_free(self, name: str, now: float) -> None:

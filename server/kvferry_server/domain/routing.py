@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import (
     EngineIncomplete,
     KvferryError,
@@ -20,7 +21,7 @@ from kvferry.errors import (
 )
 from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.domain.identity import EngineRef, RouterKey
-from kvferry_server.domain.publications import PublicationOutcome, PublicationRecord
+from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.questions import Ask, QuestionOutcome
 from kvferry_server.domain.reads import LeaseRequest, RoutedRequest
 from kvferry_server.domain.records import Records
@@ -152,7 +153,7 @@ class Routing:
                 continue
             if publication is not None:
                 publication.not_published = publication.not_published or (not_published and publication.grantable)
-                outcome = PublicationOutcome.ABORTED if not_published else PublicationOutcome.DECLINED
+                outcome = ReleaseOutcome.ABORTED if not_published else ReleaseOutcome.DECLINED
                 self._records.end(publication, outcome, now)
                 return
             if question := engine.router_keys.questions.get(wanted):

@@ -9,20 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from kvferry._wire.outcomes import MissReason, ReleaseOutcome
 from kvferry.errors import EngineIncomplete, InvalidField, PublicationStale, ServerDraining
 from kvferry.geometry.model import Group
 from kvferry_server.domain.checksum_pages import ChecksumPage, check_indexes
 from kvferry_server.domain.engine_publications import EnginePublications
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import check_limit
-from kvferry_server.domain.publications import (
-    PUBLICATION_BYTES,
-    PublicationOutcome,
-    PublicationRecord,
-    PublicationStage,
-    check_follows,
-)
-from kvferry_server.domain.questions import MissReason, QuestionOutcome
+from kvferry_server.domain.publications import PUBLICATION_BYTES, PublicationRecord, PublicationStage, check_follows
+from kvferry_server.domain.questions import QuestionOutcome
 from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.records import Records
 from kvferry_server.domain.steps import PublicationStep, check_step
@@ -223,7 +218,7 @@ class Sources:
         self._records.reschedule(publication)
         self._records.changed(publication)
         if publication in engine.declined:
-            self._records.end(publication, PublicationOutcome.DECLINED, now)
+            self._records.end(publication, ReleaseOutcome.DECLINED, now)
         self._records.end_if_read(publication, now)
 
     def _abort(self, publication: PublicationRecord, now: float) -> None:

@@ -136,7 +136,6 @@ class NodeServer:
         settings = {name: getattr(config, name) for name in ("drain", "max_calls", "max_streams")}
         state = NodeState(
             self.home,
-            self._worker,
             relays,
             home_runs=lambda: not driver.done(),
             certificates=certificates,

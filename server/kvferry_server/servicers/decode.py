@@ -17,6 +17,7 @@ from kvferry._wire.geometry_codec import (
     rank_to_proto,
     runs_from_proto,
 )
+from kvferry._wire.outcomes import MissReason
 from kvferry._wire.publication import blocks_of
 from kvferry._wire.reference import (
     ENGINE_PREFIX,
@@ -35,7 +36,7 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine_description import engine_header
 from kvferry_server.domain.identity import EngineRef, Names, RouterKey, RouterReference
 from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES
-from kvferry_server.domain.questions import Ask, MissReason
+from kvferry_server.domain.questions import Ask
 from kvferry_server.domain.reads import LeaseRequest, RankOutcome, RankReport, ReadKey, RoutedRequest
 from kvferry_server.domain.registrations import Registration
 from kvferry_server.domain.steps import PublicationStep

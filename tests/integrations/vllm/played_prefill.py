@@ -9,7 +9,8 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
 from kvferry import Blocks, Group, router_reference
-from kvferry._control.publications import Release, ReleaseOutcome
+from kvferry._control.publications import Release
+from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.engine import SchedulerPort
 from kvferry.integrations.vllm.groups import BlockTable
 from kvferry.integrations.vllm.params import REFERENCE

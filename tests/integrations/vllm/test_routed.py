@@ -13,7 +13,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from kvferry import Blocks, Group, GroupKind
-from kvferry._control.publications import ReleaseOutcome
+from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import RouterKeyUsed, WrongState
 from kvferry.integrations.vllm.device import EVERY_STEP
 from kvferry.integrations.vllm.groups import BlockTable

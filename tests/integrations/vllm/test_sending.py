@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from kvferry._control.publications import ReleaseOutcome
+from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import Closed, KvferryError, RouterKeyUsed, WrongState
 from kvferry.integrations.vllm.params import REFERENCE
 from tests.integrations.vllm.played_prefill import Prefill

@@ -82,7 +82,6 @@ def test_lists_come_in_pages(watched: Watched) -> None:
         ("/engine?engine_id=nobody", 404),
         ("/engine?engine_id=nobody&first=x", 400),
         ("/engine?" + "&".join(f"a{index}=1" for index in range(40)), 400),
-        ("/plan.svg?source=a&destination=b", 404),
     ],
 )
 def test_bad_path_gets_a_plain_answer(watched: Watched, path: str, code: int) -> None:

@@ -90,18 +90,6 @@ def test_page_shows_engines_reads_and_requests_and_stays_live(named: Watched, tm
     assert re.search(r'<span id="updated">[^<]+</span>', page)
 
 
-@pytest.mark.slow
-def test_plan_is_drawn(named: Watched, tmp_path: Path) -> None:
-    target = "/plan?" + urlencode({"source": named.party.name, "destination": named.party.name})
-    page, complaints = browse(tmp_path, f"http://{named.admin}{target}")
-    assert complaints == ""
-    assert 'class="plan"' in page
-    picture = get(named.admin, target.replace("/plan?", "/plan.svg?"))
-    assert picture.headers["content-type"] == "image/svg+xml"
-    assert "serves 100 % of all bytes" in picture.text
-    assert "<script" not in picture.text
-
-
 def test_engine_page_shows_the_ranks(named: Watched) -> None:
     got = get(named.admin, "/engine?" + urlencode({"engine_id": named.party.name}))
     assert got.code == 200

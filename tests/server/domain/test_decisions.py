@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import EngineUnknown, HomeRecovering, LeaseEnded, LimitReached, PublicationStale
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.limits import Limits
-from kvferry_server.domain.publications import PublicationOutcome
 from kvferry_server.domain.reads import LeaseState, RankOutcome, RevokeReason, Verdict
 from tests.support.parties import D, E, P, Scene
 
@@ -19,7 +19,7 @@ from tests.support.parties import D, E, P, Scene
         (RankOutcome, pb.RankOutcome),
         (Verdict, pb.Verdict),
         (RevokeReason, pb.RevokeReason),
-        (PublicationOutcome, pb.ReleaseOutcome),
+        (ReleaseOutcome, pb.ReleaseOutcome),
     ],
 )
 def test_enum_numbers_equal_those_of_the_contract(ours: type[LeaseState], theirs: type[pb.ReadState]) -> None:
@@ -60,7 +60,7 @@ def test_expected_reads_of_a_waiting_reader_count() -> None:
     scene.report(first, 0)
     assert scene.told() == []
     scene.report(scene.grant(name="second"), 0)
-    assert scene.told() == [(publication.number, PublicationOutcome.READ)]
+    assert scene.told() == [(publication.number, ReleaseOutcome.READ)]
 
 
 def test_expiry_of_a_lease_wakes_its_waiting_call() -> None:
@@ -123,7 +123,7 @@ def test_republished_publication_is_released_after_a_max_ttl() -> None:
     scene.wait(scene.times.max_ttl - 0.001)
     assert scene.told() == []
     scene.wait(0.001)
-    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
+    assert scene.told() == [(1, ReleaseOutcome.ABORTED)]
 
 
 def test_records_of_a_replaced_incarnation_end_with_its_last_lease() -> None:

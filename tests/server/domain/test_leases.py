@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import (
     LeaseEnded,
     LimitReached,
@@ -18,7 +19,7 @@ from kvferry.errors import (
     WrongKey,
 )
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Limits
-from kvferry_server.domain.publications import PublicationOutcome, PublicationStage
+from kvferry_server.domain.publications import PublicationStage
 from kvferry_server.domain.reads import LeaseState, RankOutcome, RevokeReason, Verdict
 from kvferry_server.domain.times import Times
 from tests.support.parties import SECRETS, TIMES, D, E, P, Scene, ask, done, key, read_id
@@ -105,7 +106,7 @@ def test_lease_is_never_extended_past_the_final_deadline(scene: Scene) -> None:
     assert not scene.told()
     scene.wait(renewal.remaining(scene.clock.now()))
     # The forced release is nothing but the end of the last lease.
-    assert scene.told() == [(1, PublicationOutcome.FINAL)]
+    assert scene.told() == [(1, ReleaseOutcome.FINAL)]
     assert lease.state is LeaseState.EXPIRED
 
 
@@ -118,7 +119,7 @@ def test_a_late_read_gets_what_is_left_until_the_final_deadline(scene: Scene) ->
     lease = scene.grant(name="late")
     assert lease.expires == publication.final_at
     scene.wait(6)
-    assert scene.told() == [(1, PublicationOutcome.FINAL)]
+    assert scene.told() == [(1, ReleaseOutcome.FINAL)]
 
 
 def test_abort_stops_new_leases_and_renewals_and_shortens_none(scene: Scene) -> None:
@@ -136,7 +137,7 @@ def test_abort_stops_new_leases_and_renewals_and_shortens_none(scene: Scene) -> 
     assert publication.stage is PublicationStage.ENDING
     assert not scene.told()
     scene.wait(expires - scene.clock.time)
-    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
+    assert scene.told() == [(1, ReleaseOutcome.ABORTED)]
 
 
 @pytest.mark.parametrize("gone", [False, True])
@@ -218,7 +219,7 @@ def test_a_read_may_come_before_its_publication(scene: Scene) -> None:
     states.append(lease.state)
     assert states == [LeaseState.WAITING, LeaseState.WAITING, LeaseState.READING]
     scene.report(lease, 0)
-    assert scene.told() == [(1, PublicationOutcome.READ)]
+    assert scene.told() == [(1, ReleaseOutcome.READ)]
 
 
 def test_the_lease_of_a_waiting_reader_is_not_renewed_for_ever(scene: Scene) -> None:
@@ -369,7 +370,7 @@ def test_a_read_that_fails_leaves_the_publication_to_a_retry_elsewhere(scene: Sc
     scene.wait(TIMES.hold - 1)
     second = scene.grant(reader=E)
     scene.report(second, 0)
-    assert scene.told() == [(1, PublicationOutcome.READ)]
+    assert scene.told() == [(1, ReleaseOutcome.READ)]
     assert scene.states(publication)[1] is LeaseState.VALID
 
 
@@ -383,7 +384,7 @@ def test_expected_reads_count_distinct_valid_reads_and_the_highest_wins(scene: S
     assert publication.valid_reads == 2
     assert not scene.told()
     scene.report(scene.grant(name="4"), 0)
-    assert scene.told() == [(1, PublicationOutcome.READ)]
+    assert scene.told() == [(1, ReleaseOutcome.READ)]
 
 
 def test_a_read_of_a_publication_that_is_not_complete_does_not_end_it(scene: Scene) -> None:
@@ -391,7 +392,7 @@ def test_a_read_of_a_publication_that_is_not_complete_does_not_end_it(scene: Sce
     scene.report(scene.grant(), 0)
     assert publication.stage is PublicationStage.PUBLISHING
     scene.publish(step=1)
-    assert scene.told() == [(1, PublicationOutcome.READ)]
+    assert scene.told() == [(1, ReleaseOutcome.READ)]
 
 
 def test_publication_is_released_with_the_last_live_lease(scene: Scene) -> None:
@@ -403,7 +404,7 @@ def test_publication_is_released_with_the_last_live_lease(scene: Scene) -> None:
     with pytest.raises(PublicationReleased):
         scene.grant(name="third")
     scene.report(second, 0)
-    assert scene.told() == [(1, PublicationOutcome.READ)]
+    assert scene.told() == [(1, ReleaseOutcome.READ)]
 
 
 def test_numbers_of_forgotten_publications_are_stale(scene: Scene) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry._prompt import MAX_MARKS
+from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import (
     BadBlock,
     BadReference,
@@ -26,7 +27,7 @@ from kvferry.geometry.blocks import BlockRuns, Unfinished
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain import publications
 from kvferry_server.domain.limits import MAX_SKIPPED, Limits
-from kvferry_server.domain.publications import PUBLICATION_BYTES, PublicationOutcome, PublicationStage
+from kvferry_server.domain.publications import PUBLICATION_BYTES, PublicationStage
 from kvferry_server.domain.reads import Verdict
 from tests.support.parties import (
     FULL,
@@ -56,7 +57,7 @@ def test_unread_publication_is_released_after_the_hold(scene: Scene) -> None:
     scene.wait(TIMES.hold - 1)
     assert not scene.told()
     scene.wait(1)
-    assert scene.told() == [(1, PublicationOutcome.UNREAD)]
+    assert scene.told() == [(1, ReleaseOutcome.UNREAD)]
 
 
 def test_hold_pauses_while_a_lease_is_live(scene: Scene) -> None:
@@ -68,7 +69,7 @@ def test_hold_pauses_while_a_lease_is_live(scene: Scene) -> None:
     scene.wait(TIMES.ttl + TIMES.hold - 1)
     assert not scene.told()
     scene.wait(1)
-    assert scene.told() == [(1, PublicationOutcome.UNREAD)]
+    assert scene.told() == [(1, ReleaseOutcome.UNREAD)]
 
 
 def test_final_deadline_ends_a_publication_in_progress(scene: Scene) -> None:
@@ -77,17 +78,17 @@ def test_final_deadline_ends_a_publication_in_progress(scene: Scene) -> None:
         scene.wait(TIMES.hold - 20)
         if scene.clock.time < 1000 + TIMES.final:
             scene.publish(step=step, last=False)
-    assert scene.told() == [(1, PublicationOutcome.FINAL)]
+    assert scene.told() == [(1, ReleaseOutcome.FINAL)]
 
 
 def test_release_is_state_until_acknowledged(scene: Scene) -> None:
     publication = scene.publish()
     scene.report(scene.grant(), 0)
     assert scene.records.released(P) == [publication]
-    assert scene.told() == [(1, PublicationOutcome.READ)]
+    assert scene.told() == [(1, ReleaseOutcome.READ)]
     # An acknowledgement may have been lost without the Watch being lost.
     scene.wait(TIMES.max_ttl)
-    assert scene.told() == [(1, PublicationOutcome.READ)]
+    assert scene.told() == [(1, ReleaseOutcome.READ)]
     scene.sources.acknowledge(P, [1, 1, 7])
     scene.sources.acknowledge(P, [1])
     assert not scene.records.released(P)
@@ -108,14 +109,14 @@ def test_publication_outcome_is_the_first(scene: Scene) -> None:
     scene.lessor.decline(P, 1, key(1))
     scene.report(lease, 0)
     scene.sources.abort(P, 1)
-    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
+    assert scene.told() == [(1, ReleaseOutcome.ABORTED)]
 
 
 def test_decline_releases_at_once_or_with_the_last_live_lease(scene: Scene) -> None:
     scene.publish(1)
     scene.publish(2)
     scene.lessor.decline(P, 1, key(1))
-    assert scene.told() == [(1, PublicationOutcome.DECLINED)]
+    assert scene.told() == [(1, ReleaseOutcome.DECLINED)]
     lease = scene.grant(2)
     scene.lessor.decline(P, 2, key(2))
     with pytest.raises(PublicationReleased):
@@ -123,7 +124,7 @@ def test_decline_releases_at_once_or_with_the_last_live_lease(scene: Scene) -> N
     assert scene.renew(lease) == TIMES.ttl
     assert not scene.told()
     assert scene.report(lease, 0).verdict is Verdict.VALID
-    assert scene.told() == [(2, PublicationOutcome.DECLINED)]
+    assert scene.told() == [(2, ReleaseOutcome.DECLINED)]
 
 
 def test_decline_needs_the_key_and_is_idempotent(scene: Scene) -> None:
@@ -132,7 +133,7 @@ def test_decline_needs_the_key_and_is_idempotent(scene: Scene) -> None:
         scene.lessor.decline(P, 1, b"x" * 16)
     scene.lessor.decline(P, 1, key(1))
     scene.lessor.decline(P, 1, key(1))
-    assert scene.told() == [(1, PublicationOutcome.DECLINED)]
+    assert scene.told() == [(1, ReleaseOutcome.DECLINED)]
     scene.sources.acknowledge(P, [1])
     scene.lessor.decline(P, 1, key(1))
     assert not scene.told()
@@ -145,7 +146,7 @@ def test_decline_before_its_publication_is_remembered(scene: Scene) -> None:
     assert not scene.told()
     scene.lessor.decline(P, 2, key(2))
     scene.publish(2)
-    assert scene.told() == [(2, PublicationOutcome.DECLINED)]
+    assert scene.told() == [(2, ReleaseOutcome.DECLINED)]
 
 
 def test_decline_of_a_publication_that_never_arrives_is_forgotten(scene: Scene) -> None:
@@ -157,7 +158,7 @@ def test_decline_of_a_publication_that_never_arrives_is_forgotten(scene: Scene) 
 
 def test_abort_before_its_publication_is_released_and_final(scene: Scene) -> None:
     scene.sources.abort(P, 1)
-    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
+    assert scene.told() == [(1, ReleaseOutcome.ABORTED)]
     with pytest.raises(PublicationReleased):
         scene.publish(1)
     scene.sources.acknowledge(P, [1])
@@ -175,7 +176,7 @@ def test_abort_of_an_awaited_publication_waits_for_the_lease(scene: Scene) -> No
     with pytest.raises(PublicationAborted):
         scene.publish(1)
     scene.wait(TIMES.ttl)
-    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
+    assert scene.told() == [(1, ReleaseOutcome.ABORTED)]
 
 
 def test_an_aborted_request_is_released_within_max_ttl(scene: Scene) -> None:
@@ -185,7 +186,7 @@ def test_an_aborted_request_is_released_within_max_ttl(scene: Scene) -> None:
     scene.renew(lease)
     scene.sources.abort(P, 1)
     scene.wait(TIMES.max_ttl)
-    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
+    assert scene.told() == [(1, ReleaseOutcome.ABORTED)]
 
 
 # Steps.
@@ -588,7 +589,7 @@ def test_a_publish_before_the_snapshot_may_be_a_repeated_one(scene: Scene) -> No
     scene.wait(TIMES.max_ttl - 1)
     assert not scene.told()
     scene.wait(1)
-    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
+    assert scene.told() == [(1, ReleaseOutcome.ABORTED)]
 
 
 def test_publication_missing_in_a_snapshot_is_aborted(scene: Scene) -> None:
@@ -598,7 +599,7 @@ def test_publication_missing_in_a_snapshot_is_aborted(scene: Scene) -> None:
     scene.publish(2)
     scene.publish(3)
     scene.sources.end_snapshot(P, 2)
-    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
+    assert scene.told() == [(1, ReleaseOutcome.ABORTED)]
     assert scene.grant(2).live
     assert scene.grant(3).live
 
@@ -666,7 +667,7 @@ def test_dead_source_that_comes_back_gets_its_releases(scene: Scene) -> None:
     scene.publish(1)
     lease = scene.grant(2)
     scene.lose()
-    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
+    assert scene.told() == [(1, ReleaseOutcome.ABORTED)]
     assert lease.live
     scene.open(P)
     assert [publication.number for publication in scene.records.released(P)] == [1]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from kvferry._wire.authority import question_name
+from kvferry._wire.outcomes import MissReason, ReleaseOutcome
 from kvferry.errors import (
     EngineUnknown,
     HomeRecovering,
@@ -24,8 +25,8 @@ from kvferry.errors import (
 )
 from kvferry_server.domain.identity import EngineRef, RouterKey, RouterReference
 from kvferry_server.domain.limits import MAX_QUESTIONS, Limits
-from kvferry_server.domain.publications import PublicationOutcome, PublicationRecord
-from kvferry_server.domain.questions import QUESTION_BYTES, Ask, MissReason, Question, QuestionOutcome
+from kvferry_server.domain.publications import PublicationRecord
+from kvferry_server.domain.questions import QUESTION_BYTES, Ask, Question, QuestionOutcome
 from kvferry_server.domain.reads import RoutedRequest
 from kvferry_server.domain.router_keys import WaitingRead
 from kvferry_server.domain.routing import Routing
@@ -122,7 +123,7 @@ def test_question_reaches_the_source_and_its_publication_the_asker(asked: Asked)
     asked.scene.wait(WAIT)
     lease = asked.scene.grant()
     asked.scene.report(lease, 0)
-    assert asked.scene.told() == [(1, PublicationOutcome.READ)]
+    assert asked.scene.told() == [(1, ReleaseOutcome.READ)]
 
 
 @pytest.mark.parametrize("reason", [MissReason.NOT_CACHED, MissReason.BUSY, MissReason.UNSUPPORTED])
@@ -165,7 +166,7 @@ def test_publication_after_the_end_of_its_question_is_released_at_once(asked: As
     asked.ask()
     asked.scene.wait(WAIT + late)
     asked.answer()
-    assert asked.scene.told() == [(1, PublicationOutcome.DECLINED)]
+    assert asked.scene.told() == [(1, ReleaseOutcome.DECLINED)]
     with pytest.raises(PublicationReleased):
         asked.scene.grant()
     assert asked.outcomes() == {QuestionOutcome.UNANSWERED: 1}
@@ -179,7 +180,7 @@ def test_asker_that_comes_after_a_late_answer_is_told_of_the_miss(asked: Asked) 
     assert missed(asked.find) == "NO_ANSWER"
     assert missed(asked.ask) == "NO_ANSWER"
     asked.withdraw()
-    assert asked.scene.told() == [(1, PublicationOutcome.DECLINED)]
+    assert asked.scene.told() == [(1, ReleaseOutcome.DECLINED)]
     asked.ask("second")
     asked.scene.sources.miss(P, 2, MissReason.BUSY)
     asked.answer("second", 2)
@@ -188,7 +189,7 @@ def test_asker_that_comes_after_a_late_answer_is_told_of_the_miss(asked: Asked) 
 
 def test_publication_for_a_question_that_was_never_asked_is_released_at_once(asked: Asked) -> None:
     asked.answer()
-    assert asked.scene.told() == [(1, PublicationOutcome.DECLINED)]
+    assert asked.scene.told() == [(1, ReleaseOutcome.DECLINED)]
 
 
 def test_publication_under_a_routers_key_is_held_as_ever(asked: Asked) -> None:
@@ -210,7 +211,7 @@ def test_answer_is_held_for_a_short_time(hold: float, held: float) -> None:
     asked.scene.wait(held - 0.25)
     assert not asked.scene.told()
     asked.scene.wait(0.25)
-    assert asked.scene.told() == [(1, PublicationOutcome.UNREAD)]
+    assert asked.scene.told() == [(1, ReleaseOutcome.UNREAD)]
 
 
 def test_answer_that_arrives_twice_counts_once(asked: Asked) -> None:
@@ -269,7 +270,7 @@ def test_withdrawn_question_ends_and_does_not_begin_again(asked: Asked) -> None:
     assert missed(asked.ask) == "NO_ANSWER"
     assert asked.outcomes() == {QuestionOutcome.WITHDRAWN: 1}
     asked.answer()
-    assert asked.scene.told() == [(1, PublicationOutcome.DECLINED)]
+    assert asked.scene.told() == [(1, ReleaseOutcome.DECLINED)]
     # A decline that overtakes its question, too.
     asked.withdraw("second")
     with pytest.raises(PublicationReleased):
@@ -459,7 +460,7 @@ def test_question_to_one_incarnation_is_not_answered_by_the_next(asked: Asked) -
     asked.scene.publish(1, source=P2, router_key=key())
     asked.ask(source=P2)
     (publication,) = arrived(asked.records)
-    assert publication.outcome is PublicationOutcome.DECLINED
+    assert publication.outcome is ReleaseOutcome.DECLINED
 
 
 def test_engine_that_nobody_can_ask_or_read_from_now_is_a_miss(asked: Asked) -> None:

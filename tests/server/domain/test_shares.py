@@ -9,13 +9,14 @@ from functools import partial
 
 import pytest
 
+from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import KvferryError, LimitReached, PublicationStale
 from kvferry.geometry.blocks import BlockRuns
 from kvferry_server.domain.budgets import Budget, MemoryBudget
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import Limits
-from kvferry_server.domain.publications import Lease, PublicationOutcome
+from kvferry_server.domain.publications import Lease
 from kvferry_server.domain.reads import Verdict
 from kvferry_server.domain.records import Records
 from kvferry_server.domain.registry import Registry
@@ -287,10 +288,10 @@ def test_abort_refused_for_lack_of_room_may_be_repeated() -> None:
     scene = Scene(limits=Limits(publications=1))
     scene.sources.abort(P, 1)
     assert refused(lambda: scene.sources.abort(P, 2)) == "publications"
-    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
+    assert scene.told() == [(1, ReleaseOutcome.ABORTED)]
     scene.sources.acknowledge(P, [1])
     scene.sources.abort(P, 2)
-    assert scene.told() == [(2, PublicationOutcome.ABORTED)]
+    assert scene.told() == [(2, ReleaseOutcome.ABORTED)]
 
 
 def test_declines_and_waiting_reads_have_separate_limits() -> None:
@@ -349,10 +350,10 @@ def test_decline_is_kept_for_its_publication_during_recovery() -> None:
     # A new request overtakes the snapshot by more than MAX_SKIPPED numbers.
     scene.publish(5000)
     scene.lessor.decline(P, 7, key(7))
-    assert scene.publish(7).outcome is PublicationOutcome.DECLINED
+    assert scene.publish(7).outcome is ReleaseOutcome.DECLINED
     scene.sources.end_snapshot(P, 5000)
     scene.wait(TIMES.max_ttl)
-    assert scene.told() == [(7, PublicationOutcome.DECLINED)]
+    assert scene.told() == [(7, ReleaseOutcome.DECLINED)]
 
 
 def test_snapshot_overtaken_by_a_new_publication_is_complete() -> None:
@@ -383,7 +384,7 @@ def test_publication_that_is_forgotten_does_not_arrive_again_during_recovery() -
     scene.publish(1)
     scene.sources.abort(P, 1)
     scene.wait(TIMES.max_ttl)
-    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
+    assert scene.told() == [(1, ReleaseOutcome.ABORTED)]
     scene.sources.acknowledge(P, [1])
     with pytest.raises(PublicationStale):
         scene.publish(1)
@@ -424,5 +425,5 @@ def test_overdue_leases_and_publications_end_before_a_grant() -> None:
     with pytest.raises(KvferryError):
         scene.grant(1, name="late")
     assert scene.report(lease, 0).verdict is not Verdict.VALID
-    assert publication.outcome is PublicationOutcome.FINAL
-    assert scene.told() == [(1, PublicationOutcome.FINAL)]
+    assert publication.outcome is ReleaseOutcome.FINAL
+    assert scene.told() == [(1, ReleaseOutcome.FINAL)]

@@ -8,11 +8,12 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 
 import pytest
 
+from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import LimitReached, WatchTakenOver
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.clock import BOOT
 from kvferry_server.domain.limits import Limits
-from kvferry_server.domain.publications import PublicationOutcome, PublicationRecord
+from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.times import Times
 from kvferry_server.domain.watch_feed import Feed, Numbered, Process, Role
@@ -63,7 +64,7 @@ async def test_deadlines_fire_without_calls_and_also_before_the_awaited_deadline
             lease = home.lessor.grant(ask())
         told = await asyncio.wait_for(next_event(home, feed), 20)
     assert isinstance(told.event, PublicationRecord)
-    assert told.event.outcome is PublicationOutcome.UNREAD
+    assert told.event.outcome is ReleaseOutcome.UNREAD
     assert not lease.live
 
 

@@ -224,7 +224,8 @@ def test_stranger_gets_no_agents_by_any_call(server: tuple[Kvferryd, Authority],
 
         def get(reference: str) -> SourceEngine:
             until = now() + TIMEOUT
-            return home.loop.run(peers.get(home.control, source.engine_id, source.incarnation, reference, until))
+            key = (home.control.address, source.engine_id, source.incarnation)
+            return home.loop.run(peers.get(home.control, key, reference, until))
 
         with pytest.raises(AgentsWithheld) as caught:
             get("")

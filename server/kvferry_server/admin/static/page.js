@@ -1,8 +1,7 @@
 "use strict";
 // Loads the page again every two seconds, as long as somebody looks at it, and exchanges what is in <main>.
 setInterval(async () => {
-  const form = document.querySelector("form");
-  if (!document.querySelector("#live").checked || document.hidden || (form && form.contains(document.activeElement))) {
+  if (!document.querySelector("#live").checked || document.hidden) {
     return;
   }
   try {
@@ -11,13 +10,8 @@ setInterval(async () => {
       return;
     }
     const loaded = new DOMParser().parseFromString(await answer.text(), "text/html");
-    const main = document.querySelector("main");
-    const picture = main.querySelector("img");
-    // A picture is not drawn again and again.
-    if (!picture) {
-      main.replaceWith(document.adoptNode(loaded.querySelector("main")));
-      document.querySelector("#updated").textContent = new Date().toLocaleTimeString();
-    }
+    document.querySelector("main").replaceWith(document.adoptNode(loaded.querySelector("main")));
+    document.querySelector("#updated").textContent = new Date().toLocaleTimeString();
   } catch {
     // The node server is away; the next try may find it.
   }
