@@ -9,6 +9,7 @@ from kvferry import _arguments as arguments
 from kvferry._control.acquisition import AcquireRequest, ReadTerms
 from kvferry._control.block_use import BlockUse
 from kvferry._control.questions import ANSWER_WAIT, AskedPrefix
+from kvferry._directory.directory import Listing
 from kvferry._forks import Closing
 from kvferry._prompt import Prompt, check_within
 from kvferry._reads.rank_read import Wanted
@@ -135,7 +136,7 @@ class Cache(Closing):
 
     def fetch(
         self,
-        engine_reference: str,
+        engine: str | Listing,
         prompt: Prompt,
         blocks: Mapping[str, Blocks],
         *,
@@ -148,7 +149,7 @@ class Cache(Closing):
         engines of one rank; others use `SchedulerPort.ask`.
 
         Args:
-            engine_reference, prompt, wait: see `SchedulerPort.ask`.
+            engine, prompt, wait: see `SchedulerPort.ask`.
             blocks: the blocks to read into, by group, with room for the whole prompt; `Blocks.first_token` is the first
                 token wanted, the same in all groups of kind TOKENS.
             timeout, allow_overlap, traceparent: see `read`.
@@ -165,7 +166,7 @@ class Cache(Closing):
         wanted = Wanted(blocks_by_group("blocks", blocks), None, None)
         tokens = [group.name for group in self.spec.groups if group.kind is GroupKind.TOKENS]
         first = min((wanted.blocks[name].first_token for name in tokens if name in wanted.blocks), default=0)
-        asked = AskedPrefix(engine_reference, prompt, first, wait, self.spec.groups)
+        asked = AskedPrefix(engine, prompt, first, wait, self.spec.groups)
         request = self._runtime.holder.request(asked, ReadTerms(timeout, traceparent, prompt))
         return self._begin(request, wanted, allow_overlap)
 

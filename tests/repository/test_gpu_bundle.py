@@ -26,6 +26,7 @@ ADMIN = {"aiohttp", "prometheus_client"}
 LEFT_OUT = {
     "tests/support/vllm_engine_program.py": {"vllm"},
     "tests/support/vllm_engines.py": {"transformers"},
+    "client/kvferry/_cli/fetch.py": {"safetensors"},
     "client/kvferry/_exposition.py": ADMIN,
     "client/kvferry/_directory/dns.py": {"dns"},
     "client/kvferry/_directory/file.py": {"tomli"},
@@ -34,8 +35,8 @@ LEFT_OUT = {
     "server/kvferry_server/node/logs.py": {"pythonjsonlogger"},
     "server/kvferry_server/node/tracing.py": {"opentelemetry"},
 }
-"""What is the machine's own, makes a test skip itself, is for directories, or is imported only by a node server with an
-admin listener, a log of JSON or traces, none of which tests of GPUs have."""
+"""What is the machine's own, makes a test skip itself, is for directories or a command that no test of GPUs runs, or is
+imported only by a node server with an admin listener, a log of JSON or traces, none of which these tests have."""
 
 
 def modules(path: Path) -> Iterator[str]:

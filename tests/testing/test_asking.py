@@ -15,6 +15,7 @@ from kvferry import (
     Blocks,
     EngineSpec,
     Group,
+    Listing,
     MissReason,
     Prompt,
     PromptInput,
@@ -31,6 +32,7 @@ from kvferry.engine import Offer, ReadEnd, SchedulerPort, WorkerPort
 from kvferry.errors import (
     BadReference,
     Closed,
+    HomeNotAllowed,
     InvalidField,
     KvferryError,
     PeerRestarted,
@@ -423,6 +425,20 @@ def test_the_engine_that_is_asked_is_the_one_of_the_reference(
     assert isinstance(asker.refusal(), PeerRestarted if restarted else WrongKey)
 
 
+def test_an_engine_is_asked_by_its_name_whatever_its_start(fabric: Fabric, source: Engine, asker: Engine) -> None:
+    named = Listing("p", fabric.address)
+    asker.port.ask("mine", named, PROMPT, wait=2.0)
+    source.answer(source.question(), [9, 5])
+    asker.offer()
+    assert asker.read([0, 1]).error is None
+    assert asker.holds(9, 5)
+    source.port.close()
+    restarted = Engine(fabric, "p", source=True)
+    asker.port.ask("again", named, PROMPT, wait=2.0)
+    restarted.answer(restarted.question(), [3])
+    assert asker.offer("again").engine_id == "p"
+
+
 def test_what_cannot_be_asked_is_refused_at_once(source: Engine, asker: Engine) -> None:
     wrong: list[dict[str, Any]] = [{"prompt": Prompt.unknown}, {"first_token": len(IDS)}, {"wait": 2.5}]
     for options in wrong:
@@ -430,6 +446,10 @@ def test_what_cannot_be_asked_is_refused_at_once(source: Engine, asker: Engine) 
             asker.ask(source, **options)
     with pytest.raises(BadReference):
         asker.port.ask("mine", "kvf1.nonsense", PROMPT)
+    with pytest.raises(InvalidField):
+        asker.port.ask("mine", ("p", "home:7423"), PROMPT)  # type: ignore[arg-type]
+    with pytest.raises(HomeNotAllowed):
+        asker.port.ask("mine", Listing("p", "home:7423"), PROMPT)
     asker.ask(source)
     with pytest.raises(WrongState):
         asker.ask(source)
@@ -525,12 +545,14 @@ def test_a_rank_that_gives_up_withdraws_its_question(fabric: Fabric) -> None:
     assert outcomes(fabric) == {"WITHDRAWN": 1}
 
 
-def test_asyncio_programs_fetch_and_answer(fabric: Fabric) -> None:
+@pytest.mark.parametrize("by", ["reference", "name"])
+def test_asyncio_programs_fetch_and_answer(fabric: Fabric, by: str) -> None:
     made = Fetcher(fabric)
 
     async def main() -> ReadResult:
         session, cache = AsyncSession(made.session), AsyncCache(made.cache)
-        read = cache.fetch(session.engine_reference, PROMPT, {"full": Blocks([0, 1, 2])}, wait=2.0)
+        named = session.engine_reference if by == "reference" else Listing("p", fabric.address)
+        read = cache.fetch(named, PROMPT, {"full": Blocks([0, 1, 2])}, wait=2.0)
         (question,) = await session.questions(SOON)
         blocks = {"full": Blocks([9], end_token=BLOCK)}
         await session.publish("cached", blocks, reference=question.reference, prompt=question.prompt)

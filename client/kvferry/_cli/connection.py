@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from kvferry._cli.render import print_json, safe
-from kvferry.errors import InvalidInput
+from kvferry.errors import EngineIncomplete, InvalidInput
 
 # Nothing here imports gRPC or protobuf before a command runs: `kvferry --help` has to be quick.
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from kvferry._directory.directory import Directory as _Directory
     from kvferry._wire.channel import TlsConfig
+    from kvferry.geometry.model import EngineGeometry
     from kvferry.v1 import introspection_pb2
 
 DEFAULT_SERVER = "unix:/run/kvferry/node.sock"
@@ -154,6 +155,22 @@ class Node:
     def engine(self, engine_id: str) -> introspection_pb2.GetEngineResponse:
         """Return an engine with all its ranks."""
         return self._asked("GetEngine", lambda page: page.geometry.ranks, engine_id=engine_id)  # type: ignore[no-any-return]
+
+    def geometry(self, engine_id: str) -> EngineGeometry:
+        """Return the geometry of an engine. Raises `EngineIncomplete` if not all of its ranks have registered."""
+        from kvferry._wire.geometry_codec import engine_from_proto
+
+        answer = self.engine(engine_id)
+        missing, count = list(answer.summary.missing_ranks), answer.summary.num_missing
+        if count:
+            more = f" and {count - len(missing)} more" if count > len(missing) else ""
+            raise EngineIncomplete(
+                f"engine {engine_id!r}: ranks {missing}{more} have not registered",
+                engine_id=engine_id,
+                missing_ranks=",".join(map(str, missing)),
+                missing=count,
+            )
+        return engine_from_proto(answer.geometry)
 
     def summary(self, engine_id: str) -> introspection_pb2.EngineSummary:
         """Return an engine without its ranks."""

@@ -12,7 +12,7 @@ import typer
 
 from kvferry._cli.connection import Connection, with_connection
 from kvferry._cli.render import safe, sentences
-from kvferry.errors import EngineIncomplete, Incompatible, InvalidInput, KvferryError
+from kvferry.errors import Incompatible, InvalidInput, KvferryError
 
 if TYPE_CHECKING:
     from kvferry.geometry.model import EngineGeometry
@@ -137,23 +137,11 @@ def _engine(side: str, file: Path | None, live: str, connection: Connection) -> 
             problem = f"there is no file {str(file)!r}; if it is a live engine, say --{side}-engine {file}"
             raise typer.BadParameter(problem, param_hint=f"--{side}")
         return load(file)
-    from kvferry._wire.geometry_codec import engine_from_proto
-
     engine_id, at, address = live.rpartition("@")
     if not at or not engine_id or not address:
         raise typer.BadParameter(f"{live!r} is not ID@ADDRESS", param_hint=f"--{side}-engine")
     with connection.node(address) as node:
-        answer = node.engine(engine_id)
-    missing, count = list(answer.summary.missing_ranks), answer.summary.num_missing
-    if count:
-        more = f" and {count - len(missing)} more" if count > len(missing) else ""
-        raise EngineIncomplete(
-            f"engine {engine_id!r}: ranks {missing}{more} have not registered",
-            engine_id=engine_id,
-            missing_ranks=",".join(map(str, missing)),
-            missing=count,
-        )
-    return engine_from_proto(answer.geometry)
+        return node.geometry(engine_id)
 
 
 def _refuse(error: KvferryError, as_json: bool) -> None:

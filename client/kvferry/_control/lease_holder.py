@@ -22,6 +22,7 @@ from kvferry._control.questions import AskedPrefix
 from kvferry._control.reader_lease import Confirm, ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._control.right_prompt import PromptCheck, ReaderPrompt
+from kvferry._directory.directory import Listing
 from kvferry._loop import Loop
 from kvferry._prompt import Prompt
 from kvferry._tracing import NO_SPAN, Span
@@ -147,7 +148,9 @@ class LeaseHolder:
 
     def _made_for(self, asked: AskedPrefix) -> str:
         """Make the reference under which an engine is asked, and under which its answer is read."""
-        engine = parse_engine_reference(asked.engine_reference)
+        if isinstance(asked.engine, Listing):
+            return question_reference(asked.engine.home, asked.engine.engine_id)
+        engine = parse_engine_reference(asked.engine)
         return question_reference(self._homes.address_of(engine), engine.engine_id)
 
     def check(self, reference: str, prompt: Prompt) -> None:

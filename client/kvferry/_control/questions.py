@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from kvferry import _arguments as arguments
 from kvferry._clock import from_duration, to_duration
+from kvferry._directory.directory import Listing
 from kvferry._logs import Log
 from kvferry._prompt import Prompt
 from kvferry._threads import guarded
@@ -35,14 +36,15 @@ class AskedPrefix:
     """The prefix of a prompt that this engine, which has these groups, asks another one for; see
     `SchedulerPort.ask`."""
 
-    engine_reference: str = field(repr=False)
+    engine: str | Listing = field(repr=False)
     prompt: Prompt
     first_token: int
     wait: float
     groups: tuple[Group, ...]
 
     def __post_init__(self) -> None:
-        arguments.text("engine_reference", self.engine_reference)
+        if not isinstance(self.engine, Listing):
+            arguments.text("engine", self.engine)
         end = asked_end(arguments.instance("prompt", self.prompt, Prompt, "a Prompt"))
         if not end:
             raise InvalidField("prompt", repr(self.prompt), "one whose first tokens are known")
@@ -57,7 +59,7 @@ class AskedPrefix:
         return pb.Notification(
             ask=pb.Ask(
                 reference=reference,
-                engine_reference=self.engine_reference,
+                engine_reference="" if isinstance(self.engine, Listing) else self.engine,
                 prompt=prompt_to_proto(self.prompt, asked_end(self.prompt)),
                 first_token=self.first_token,
                 wait=to_duration(wait),

@@ -12,6 +12,7 @@ from kvferry._control.acquisition import ReadTerms
 from kvferry._control.publications import Publication, Release
 from kvferry._control.publish import Publish, PublishMore
 from kvferry._control.questions import ANSWER_WAIT, AskedPrefix, Question, checked_miss
+from kvferry._directory.directory import Listing
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing
 from kvferry._prompt import Prompt
@@ -232,7 +233,7 @@ class SchedulerPort(Closing):
     def ask(
         self,
         request_id: str,
-        engine_reference: str,
+        engine: str | Listing,
         prompt: Prompt,
         *,
         first_token: int = 0,
@@ -246,14 +247,17 @@ class SchedulerPort(Closing):
         prefix ends (`Offer.blocks`). Compute the rest.
 
         `granted` raises `PrefixMiss`, at the latest a second after `wait`, if there is nothing to read, the engine
-        does not answer, or its home is away: compute the prompt. Answers that come later are given back.
+        does not answer, or its home is away: compute the prompt. Answers that come later are given back. It raises
+        `NotAllowed` or `EngineUnknown` if this caller may not ask the engine, or the home has none of this name.
 
         The prompt is copied to that engine on other threads, however long it is. Of a prompt of more than 235,000
         tokens, the first 235,000 are asked for.
 
         Args:
             request_id: see `acquire`.
-            engine_reference: the other engine's `SchedulerPort.engine_reference` or `Cache.engine_reference`.
+            engine: the other engine's `SchedulerPort.engine_reference` or `Cache.engine_reference`; or its `Listing`,
+                as ``Listing(engine_id, home)`` or from a directory: whichever engine has this name at this home now.
+                By its name alone a home lets only the holder of a certificate ask that has the role of its reader.
             prompt: the prompt of this request. Without a mark of it, no answer is accepted, also under the
                 ``prompt_check="compare"`` of the client.
             first_token: the first token wanted; what lies before it, this engine has itself.
@@ -264,7 +268,7 @@ class SchedulerPort(Closing):
             BadReference, HomeNotAllowed, WrongState, LimitReached: see `acquire`.
             InvalidField: the prompt is unknown, or not known up to `first_token`; or another argument is wrong.
         """
-        asked = AskedPrefix(engine_reference, prompt, first_token, wait, self.spec.groups)
+        asked = AskedPrefix(engine, prompt, first_token, wait, self.spec.groups)
         self._acquire(request_id, asked, ReadTerms(timeout, traceparent, prompt, progressive))
 
     def _acquire(self, request_id: str, source: str | AskedPrefix, terms: ReadTerms) -> None:

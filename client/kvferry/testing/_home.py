@@ -115,7 +115,8 @@ class _Context:
         return PEER
 
     def auth_context(self) -> dict[str, tuple[bytes, ...]]:
-        return {}
+        # As with mutual TLS: an engine may be asked by its name.
+        return {"x509_common_name": (b"fabric",)}
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return ()
