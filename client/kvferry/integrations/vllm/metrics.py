@@ -37,10 +37,10 @@ METRICS: dict[str, VllmMetric] = {
     "unread": _counter("unread", "Published requests that no decode instance has read in time."),
     "prefixes_published": _counter("prefixes_published", "Prefixes published because other engines asked for them."),
     "prefixes_asked": _counter("prefixes_asked", "Requests for whose prefix the engine of a hint was asked."),
+    "prefixes_missed": _counter("prefixes_missed", "Those whose prefix was not there, or not in time."),
     "hints_ignored": _counter(
         "hints_ignored", "Hints of other projects' routers that are malformed, of another version, or of nobody listed."
     ),
-    "prefixes_missed": _counter("prefixes_missed", "Those whose prefix was not there, or not in time."),
     "read": _counter("read", "Requests read from prefill instances.", lambda end: 1),
     "bytes": _counter("bytes", "Bytes read from prefill instances, by all ranks.", lambda end: end.bytes),
     "failed": _counter("failed", "Reads that failed."),
