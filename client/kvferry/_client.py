@@ -16,6 +16,7 @@ from kvferry._control.renewals import Renewals
 from kvferry._control.retrying import retrying
 from kvferry._control.right_prompt import PromptCheck
 from kvferry._control.watcher import Watcher, rank_watcher
+from kvferry._directory.directory import Directory
 from kvferry._directory.opening import open_directory
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing
@@ -247,6 +248,11 @@ class Client(Closing):
         self._homes.discover()
         home = self._homes.of(parse_reference(reference))
         self._loop.run(retrying(lambda left: home.decline(reference, left), self._loop.now() + timeout))
+
+    @property
+    def directory(self) -> Directory | None:
+        """The directory that the client was given; None: it was given none. Belongs to the client, which closes it."""
+        return self._directory
 
     def stats(self) -> ClientStats:
         """Return the counts and measurements of this client, its ports and caches included. Makes no RPC. After

@@ -17,6 +17,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from kvferry._arguments import takes
 from kvferry._cache import OPEN_TIMEOUT, Cache
 from kvferry._client import Client
+from kvferry._directory.directory import Directory
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing, OneProcess
 from kvferry._session import EngineSession
@@ -188,6 +189,11 @@ class AsyncClient(_Async[Client]):
     @takes(Client)
     def __init__(self, sync: Client) -> None:
         super().__init__(sync)
+
+    @property
+    def directory(self) -> Directory | None:
+        """The directory that the client was given. See `Client.directory`."""
+        return self.sync.directory
 
     stats = _direct(Client.stats)
     """Return the counts and measurements of this client. See `Client.stats`."""

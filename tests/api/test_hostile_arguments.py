@@ -518,13 +518,13 @@ def methods(node: str, client: Client, ports: ExitStack) -> Iterator[Case]:
         },
     )
     wrong_question = {
-        "engine_reference": [*reference, publication.reference],
+        "engine": [*reference, publication.reference],
         "prompt": [*PROMPT, Prompt.unknown],
         "wait": [*SECONDS, 0, 2.1],
         "timeout": [*SECONDS, 0],
         "traceparent": TEXT,
     }
-    right_question = {"engine_reference": cache.engine_reference, "prompt": Prompt([1, 2, 3])}
+    right_question = {"engine": cache.engine_reference, "prompt": Prompt([1, 2, 3])}
     right_fetch = right_question | {"blocks": {"full": Blocks([1])}}
     wrong_fetch = wrong_question | {"blocks": BLOCKS_BY_GROUP, "allow_overlap": FLAG}
     yield Case("fetch", cache.fetch, right_fetch, wrong_fetch)

@@ -58,7 +58,7 @@ def read(runtime: Path) -> str:
     """Let two engines of this host read through the node server of a folder that is another's /run/kvferry; what they
     print. They see it where the home says that it is."""
     shell = f'mount -t tmpfs tmpfs /run && ln -s {runtime} /run/kvferry && exec "$@"'
-    command = (sys.executable, ROOT / "tests/deployed/engines.py", "unix:/run/kvferry/node.sock")
+    command = (sys.executable, ROOT / "tests/deployed/two_engines.py", "unix:/run/kvferry/node.sock")
     return run("unshare", "--mount", "sh", "-c", shell, "sh", *command)
 
 

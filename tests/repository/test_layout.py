@@ -13,6 +13,7 @@ TESTS = ROOT / "tests"
 SUITES = {
     "benchmarks",
     "deploy",
+    "deployed",
     "e2e",
     "faults",
     "fuzz",

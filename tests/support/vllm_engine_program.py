@@ -22,6 +22,7 @@ def main() -> None:
     # vLLM writes to stdout; the answers go where it cannot.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    import msgspec
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
     from vllm.lora.request import LoRARequest
@@ -83,10 +84,18 @@ def main() -> None:
         while inner.has_unfinished_requests():
             inner.step()
 
+    def hints_of(request: Any) -> dict[str, Any]:
+        """The hints of a request as vLLM's front ends hand them to the engine, which has them since 0.32."""
+        if not request.get("hints"):
+            return {}
+        from vllm.v1.kv_hints import KvHintsEnvelope
+
+        return {"kv_hints": msgspec.convert(request["hints"], KvHintsEnvelope)}
+
     def begin(request: Any, steps: int) -> None:
         """Take a request, and make some steps."""
         inner = engine.llm_engine
-        inner.add_request("begun", {"prompt_token_ids": request["prompt"]}, sampling(request))
+        inner.add_request("begun", {"prompt_token_ids": request["prompt"]}, sampling(request), **hints_of(request))
         for _ in range(steps):
             inner.step()
 

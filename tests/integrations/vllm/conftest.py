@@ -78,8 +78,8 @@ def decode(fabric: Fabric) -> Iterator[Callable[..., ConnectorScheduler]]:
 
     made: list[ConnectorScheduler] = []
 
-    def make(**options: Any) -> ConnectorScheduler:
-        setup = setup_of(fabric, EngineSpec("decode", (GROUP,)), serves=False, caches_prefixes=True, **options)
+    def make(engine_id: str = "decode", **options: Any) -> ConnectorScheduler:
+        setup = setup_of(fabric, EngineSpec(engine_id, (GROUP,)), serves=False, caches_prefixes=True, **options)
         made.append(ConnectorScheduler(setup))
         return made[-1]
 

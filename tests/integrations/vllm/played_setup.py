@@ -29,12 +29,17 @@ def setup_of(
     caches_prefixes: bool = False,
     max_waiting: int = 256,
     prompt_check: str = "compare",
+    directory: str = "",
 ) -> Setup:
     """Return the setup that the connector would make from vLLM's configuration."""
     return Setup(
         spec=spec,
         settings=ConnectorSettings(
-            fabric.address, read_timeout=20.0, max_waiting=max_waiting, prompt_check=prompt_check
+            fabric.address,
+            read_timeout=20.0,
+            max_waiting=max_waiting,
+            prompt_check=prompt_check,
+            directory=directory,
         ),
         caches_prefixes=caches_prefixes,
         tables=(BlockTable(0, GROUP, TOKENS),),
@@ -66,7 +71,7 @@ def of_text(token_ids: Iterable[int]) -> dict[str, Any]:
     return {"prompt_token_ids": list(token_ids), "prompt_embeds": None, "mm_features": [], "lora_request": None}
 
 
-def prefill(client: Client) -> EngineSession:
+def prefill(client: Client, engine_id: str = "prefill") -> EngineSession:
     """An engine that publishes."""
     memory = {"l": torch.zeros((BLOCKS, TOKENS, 16), dtype=torch.uint8)}
-    return client.register_cache(EngineSpec("prefill", (GROUP,)), tensors=memory).session
+    return client.register_cache(EngineSpec(engine_id, (GROUP,)), tensors=memory).session

@@ -4,8 +4,7 @@ computed, whatever happens."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from vllm.v1.request import RequestStatus
@@ -13,73 +12,18 @@ from vllm.v1.request import RequestStatus
 from kvferry import Blocks, EngineSession, MissReason
 from kvferry.engine import ReadEnd
 from kvferry.errors import PublicationTimeout
-from kvferry.integrations.vllm.cached import PrefixCache
 from kvferry.integrations.vllm.params import PREFIX_SOURCE
 from kvferry.integrations.vllm.scheduler import ConnectorScheduler
 from kvferry.testing import Fabric
-from tests.integrations.vllm.played_setup import TOKENS, of_text, prefill
+from tests.integrations.vllm.played_reader import bound, counted, hinted, matched
+from tests.integrations.vllm.played_setup import TOKENS, prefill
 from tests.support.waiting import until
-
-
-class OwnCache:
-    """vLLM's prefix cache of an engine that has the first `tokens` tokens of every prompt."""
-
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
-        self.freed: list[str] = []
-        self.pool = SimpleNamespace(num_gpu_blocks=8)
-
-    def see(self, request: Any) -> None: ...
-
-    def own(self, request: Any) -> int:
-        return self.tokens
-
-    def free(self, request: Any) -> None:
-        self.freed.append(request.request_id)
-
-
-def bound(scheduler: ConnectorScheduler, tokens: int = 0) -> OwnCache:
-    cache = OwnCache(tokens)
-    scheduler.bind_cache(cast(PrefixCache, cache), None)
-    return cache
-
-
-def hinted(source: str, tokens: int = 4 * TOKENS + 1, request_id: str = "reader", **more: Any) -> Any:
-    """A request that names the engine that may have its prefix."""
-    return SimpleNamespace(
-        request_id=request_id,
-        kv_transfer_params={PREFIX_SOURCE: source},
-        num_computed_tokens=0,
-        num_tokens=tokens,
-        status=RequestStatus.WAITING,
-        skip_reading_prefix_cache=False,
-        abort_immediately=False,
-        **{**of_text(range(tokens)), "cache_salt": None, **more},
-    )
 
 
 @pytest.fixture
 def source(fabric: Fabric) -> Any:
     with fabric.client() as client:
         yield prefill(client)
-
-
-def matched(scheduler: ConnectorScheduler, request: Any, computed: int = 0) -> tuple[int | None, bool]:
-    """What vLLM is told when there is an answer."""
-    found: list[tuple[int | None, bool]] = []
-
-    def known() -> bool:
-        scheduler.step({})
-        found[:] = [scheduler.matched_tokens(request, computed)]
-        return found[0][0] is not None
-
-    until(known)
-    return found[0]
-
-
-def counted(scheduler: ConnectorScheduler) -> dict[str, Any]:
-    stats = scheduler.take_stats()
-    return {} if stats is None else stats.data
 
 
 def test_engine_is_asked_for_what_is_lacking_when_the_request_comes(

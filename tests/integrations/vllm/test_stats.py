@@ -91,6 +91,7 @@ def test_counts_of_several_engines_and_intervals_add_up() -> None:
         "prefixes_published": 0,
         "prefixes_asked": 0,
         "prefixes_missed": 0,
+        "hints_ignored": 0,
         "read": 3,
         "bytes": 3 << 20,
         "failed": 2,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry import Prompt
+from kvferry import Listing, Prompt
 from kvferry.errors import KvferryError
 
 
@@ -29,6 +29,7 @@ class Load:
         error: of a refused or a failed read. Both are reported to vLLM alike, after vLLM has allocated blocks.
         prefix: vLLM's request, of which only a prefix is wanted: what cannot be read is computed, whatever vLLM does
             with failed reads. None: the request reads a publication that its router names.
+        source: of a prefix, the engine that is asked: its own reference, or its name and home.
     """
 
     reference: str = field(repr=False)
@@ -44,6 +45,7 @@ class Load:
     failed: bool = False
     error: KvferryError | None = None
     prefix: Any = None
+    source: str | Listing = field(default="", repr=False)
 
 
 class Loads:

@@ -38,6 +38,9 @@ METRICS: dict[str, VllmMetric] = {
     "prefixes_published": _counter("prefixes_published", "Prefixes published because other engines asked for them."),
     "prefixes_asked": _counter("prefixes_asked", "Requests for whose prefix the engine of a hint was asked."),
     "prefixes_missed": _counter("prefixes_missed", "Those whose prefix was not there, or not in time."),
+    "hints_ignored": _counter(
+        "hints_ignored", "Hints of other projects' routers that are malformed, of another version, or of nobody listed."
+    ),
     "read": _counter("read", "Requests read from prefill instances.", lambda end: 1),
     "bytes": _counter("bytes", "Bytes read from prefill instances, by all ranks.", lambda end: end.bytes),
     "failed": _counter("failed", "Reads that failed."),

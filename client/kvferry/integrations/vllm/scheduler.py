@@ -69,7 +69,7 @@ class ConnectorScheduler:
         self._stats = KvferryStats()
         self._sending = Sending(setup, self._port, lambda name: self._stats.count(name))
         self._answers = Answers(setup, self._port, lambda name: self._stats.count(name))
-        self._prefixes = Prefixes(setup, self._port, lambda name: self._stats.count(name))
+        self._prefixes = Prefixes(setup, self._port, self._client.directory, lambda name: self._stats.count(name))
         self._idle = IdleSteps(self._port, setup.depth)
         self._rest = Rest(drains=setup.drains, now=now)
         self._sent: set[str] = set()

@@ -1,6 +1,6 @@
 """Two engines of this host, which use the node server at an address: one reads what the other has.
 
-python engines.py unix:/run/kvferry/node.sock
+python two_engines.py unix:/run/kvferry/node.sock
 """
 
 import sys

@@ -1,0 +1,69 @@
+"""An engine that asks for prefixes: its cache and its requests are played, its scheduler and port are real."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from vllm.v1.request import RequestStatus
+
+from kvferry.integrations.vllm.cached import PrefixCache
+from kvferry.integrations.vllm.params import PREFIX_SOURCE
+from kvferry.integrations.vllm.scheduler import ConnectorScheduler
+from tests.integrations.vllm.played_setup import TOKENS, of_text
+from tests.support.waiting import until
+
+
+class OwnCache:
+    """vLLM's prefix cache of an engine that has the first `tokens` tokens of every prompt."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.freed: list[str] = []
+        self.pool = SimpleNamespace(num_gpu_blocks=8)
+
+    def see(self, request: Any) -> None: ...
+
+    def own(self, request: Any) -> int:
+        return self.tokens
+
+    def free(self, request: Any) -> None:
+        self.freed.append(request.request_id)
+
+
+def bound(scheduler: ConnectorScheduler, tokens: int = 0) -> OwnCache:
+    cache = OwnCache(tokens)
+    scheduler.bind_cache(cast(PrefixCache, cache), None)
+    return cache
+
+
+def hinted(source: str, tokens: int = 4 * TOKENS + 1, request_id: str = "reader", **more: Any) -> Any:
+    """A request that names the engine that may have its prefix."""
+    return SimpleNamespace(
+        request_id=request_id,
+        kv_transfer_params={PREFIX_SOURCE: source},
+        num_computed_tokens=0,
+        num_tokens=tokens,
+        status=RequestStatus.WAITING,
+        skip_reading_prefix_cache=False,
+        abort_immediately=False,
+        **{**of_text(range(tokens)), "cache_salt": None, **more},
+    )
+
+
+def matched(scheduler: ConnectorScheduler, request: Any, computed: int = 0) -> tuple[int | None, bool]:
+    """What vLLM is told when there is an answer."""
+    found: list[tuple[int | None, bool]] = []
+
+    def known() -> bool:
+        scheduler.step({})
+        found[:] = [scheduler.matched_tokens(request, computed)]
+        return found[0][0] is not None
+
+    until(known)
+    return found[0]
+
+
+def counted(scheduler: ConnectorScheduler) -> dict[str, Any]:
+    stats = scheduler.take_stats()
+    return {} if stats is None else stats.data
