@@ -33,6 +33,8 @@ pytestmark = [
 LENGTHS = (2, 31, 32, 33, 64, 100, 257)
 STEP = 64
 """Tokens that prefill computes in a step."""
+PACE = 0.3
+"""Seconds between the requests of each of three clients."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,7 @@ def pythons() -> dict[str, str]:
     other, older = other_vllm()
     found = {version("vllm"): sys.executable, older: other}
     assert len(found) == 2, f"{OTHER} has this version, too"
-    return found
+    return {number.partition("+")[0]: python for number, python in found.items()}
 
 
 @pytest.fixture
@@ -137,16 +139,17 @@ class Router:
         answer = self._ask(server, self.body(tokens, max_tokens=1, kv_transfer_params=PREFILL))
         return dict(answer["kv_transfer_params"])
 
-    def read(self, tokens: list[int], params: dict[str, Any], **more: Any) -> Answered:
-        """Ask decode."""
-        number, server = self.decode
+    def read(self, decode: tuple[str, Server], tokens: list[int], params: dict[str, Any], **more: Any) -> Answered:
+        """Ask a decode."""
+        number, server = decode
         answer = self._ask(server, self.body(tokens, kv_transfer_params=params, **more))
         return Answered(answer["choices"][0]["token_ids"], number)
 
     def send(self, number: int) -> Answered:
-        """Send a request of the stream."""
+        """Send a request of the stream, a moment after the one before: a server that starts needs the processor."""
+        threading.Event().wait(PACE)
         tokens = streamed(number)
-        return self.read(tokens, self.publish(tokens))
+        return self.read(self.decode, tokens, self.publish(tokens))
 
     def under_way(self, server: Server) -> int:
         """How many requests a server has not answered."""
@@ -190,14 +193,14 @@ def test_pair_is_replaced_under_load(home: NodeServerProcess, pythons: dict[str,
             old_prefill.kill(signal.SIGTERM)
             stream.more(10)
             assert old_prefill.process.poll() is None
-            stream.answers[-1] = router.read(UNREAD, params)
+            stream.answers[-1] = router.read(router.decode, UNREAD, params)
             assert old_prefill.process.wait(60) == 0
             stream.more(20)
             new_decode = server("kv_consumer", newer)
             new_decode[1].ready()
-            running = others.submit(router.read, LONG, router.publish(LONG), max_tokens=LONGEST)
-            until(lambda: router.under_way(old_decode) > 0)
+            running = others.submit(router.read, router.decode, LONG, router.publish(LONG), max_tokens=LONGEST)
             router.decode = new_decode
+            until(running.running)
             until(lambda: router.under_way(old_decode) == old_decode.metric("vllm:num_requests_running") == 1)
             old_decode.kill(signal.SIGTERM)
             stream.answers[-2] = running.result()
