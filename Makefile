@@ -100,7 +100,8 @@ test-oldest: $(OLDEST_VENV) ## Run what depends on them on the oldest numpy, pro
 # Beside vLLM, whose pins are its own: in another environment, and part of neither `make test` nor `make test-slow`.
 NEWEST_VLLM := 0.32.0
 VLLM ?= $(NEWEST_VLLM)
-VLLM_FOLDER := .venv-vllm$(if $(filter-out $(NEWEST_VLLM),$(VLLM)),-$(VLLM))
+vllm_folder = .venv-vllm$(if $(filter-out $(NEWEST_VLLM),$(1)),-$(1))
+VLLM_FOLDER := $(call vllm_folder,$(VLLM))
 VLLM_VENV := $(VLLM_FOLDER)/.installed
 
 $(VLLM_VENV): pyproject.toml scripts/setup_vllm.sh
@@ -110,9 +111,10 @@ $(VLLM_VENV): pyproject.toml scripts/setup_vllm.sh
 
 VLLM_BENCHMARK := 'tests/benchmarks/test_smoke.py::test_a_topic_runs_and_its_reads_are_right[vllm_worker]'
 
-# Warnings are those of vLLM and its dependencies.
-test-vllm: $(VLLM_VENV) ## Run the tests that need a real vLLM (VLLM=version, PYTEST_ARGS=)
-	@$(VLLM_FOLDER)/bin/python -m pytest -W ignore tests/integrations/vllm $(VLLM_BENCHMARK) $(PYTEST_ARGS)
+# Warnings are those of vLLM and its dependencies. Two versions are paired where OTHER names the second one.
+test-vllm: $(VLLM_VENV) ## Run the tests that need a real vLLM (VLLM=version, OTHER=a second version, PYTEST_ARGS=)
+	@$(if $(OTHER),$(MAKE) --no-print-directory VLLM=$(OTHER) $(call vllm_folder,$(OTHER))/.installed)
+	@$(if $(OTHER),KVFERRY_OTHER_VLLM=$(call vllm_folder,$(OTHER))) $(VLLM_FOLDER)/bin/python -m pytest -W ignore tests/integrations/vllm $(VLLM_BENCHMARK) $(PYTEST_ARGS)
 
 # Its environment has vLLM, too. A run starts a dozen instances, so it takes a quarter of an hour.
 SGLANG := 0.5.23

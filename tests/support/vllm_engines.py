@@ -125,6 +125,7 @@ class Node:
         block: tokens per block; None: as vLLM chooses.
         connector: `kv_connector` and what else the transfer configuration says; None: no connector.
         environment: beside `ENVIRONMENT`.
+        python: the interpreter of the environment that has its vLLM.
         settings: arguments of `vllm.LLM`.
     """
 
@@ -137,6 +138,7 @@ class Node:
         block: int | None = 32,
         connector: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
+        python: str = sys.executable,
         **settings: Any,
     ) -> None:
         arguments: dict[str, Any] = {
@@ -155,7 +157,7 @@ class Node:
         self.is_ready = False
         with log.open("ab") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.vllm_engine_program", json.dumps(arguments)],
+                [python, "-m", "tests.support.vllm_engine_program", json.dumps(arguments)],
                 cwd=ROOT,
                 env={**installed(), **(environment or {})},
                 stdin=subprocess.PIPE,
@@ -226,7 +228,7 @@ class Server:
     """The same as ``vllm serve``: an HTTP server on a port of its own.
 
     Args:
-        model, log, connector, environment: as `Node`'s.
+        model, log, connector, environment, python: as `Node`'s.
         more: of its command line.
     """
 
@@ -238,6 +240,7 @@ class Server:
         connector: dict[str, Any],
         *more: str,
         environment: dict[str, str] | None = None,
+        python: str = sys.executable,
     ) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
@@ -252,7 +255,7 @@ class Server:
         variables = {name: value for name, value in installed().items() if "MULTIPROCESSING" not in name}
         with log.open("ab") as file:
             self.process = subprocess.Popen(
-                [str(Path(sys.executable).parent / "vllm"), "serve", str(model), *arguments],
+                [str(Path(python).parent / "vllm"), "serve", str(model), *arguments],
                 cwd=ROOT,
                 env={**variables, **(environment or {})},
                 stdout=file,
@@ -272,11 +275,11 @@ class Server:
             except OSError:
                 threading.Event().wait(0.2)
 
-    def complete(self, body: dict[str, Any], rank: int = 0) -> Any:
-        """Post to ``/v1/completions``, for a data-parallel rank."""
+    def complete(self, body: dict[str, Any], rank: int = 0, timeout: float = ANSWER_TIMEOUT) -> Any:
+        """Post to ``/v1/completions``, for a data-parallel rank. Raises `OSError` if it refuses, or does not answer."""
         headers = {"content-type": "application/json", "x-data-parallel-rank": str(rank)}
         asked = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(asked, timeout=ANSWER_TIMEOUT) as answer:
+        with urllib.request.urlopen(asked, timeout=timeout) as answer:
             return json.load(answer)
 
     def metrics(self) -> str:
@@ -284,10 +287,18 @@ class Server:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=5) as answer:
             return str(answer.read().decode())
 
-    def close(self) -> None:
+    def metric(self, name: str) -> float:
+        """A counter or gauge, or those whose names begin so, over all labels."""
+        return sum(float(line.rpartition(" ")[2]) for line in self.metrics().splitlines() if line.startswith(name))
+
+    def kill(self, number: signal.Signals) -> None:
+        """Send a signal to it and its engine."""
+        os.killpg(self.process.pid, number)
+
+    def close(self, how: signal.Signals = signal.SIGTERM) -> None:
         """End it and its engine."""
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGTERM)
+            self.kill(how)
             try:
                 self.process.wait(30)
             except subprocess.TimeoutExpired:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -72,3 +75,15 @@ def aiter() -> Iterator[None]:
         for name in ("", ".ops", ".ops.triton", ".ops.triton.gluon", ".ops.triton.gluon.pa_decode_gluon"):
             patch.setitem(sys.modules, f"aiter{name}", MagicMock())
         yield
+
+
+OTHER = os.environ.get("KVFERRY_OTHER_VLLM", "")
+"""The folder of an environment with another version of vLLM; empty: none."""
+
+
+def other_vllm() -> tuple[str, str]:
+    """The interpreter of `OTHER`, and its version of vLLM."""
+    python = Path(OTHER).absolute() / "bin" / "python"
+    asked = "from importlib.metadata import version; print(version('vllm'))"
+    told = subprocess.run([str(python), "-c", asked], check=True, capture_output=True, text=True)
+    return str(python), told.stdout.strip()

@@ -15,11 +15,6 @@ pytestmark = pytest.mark.timeout(1200)
 """Data-parallel ranks of two servers start a dozen processes."""
 
 
-def counter(server: Server, name: str) -> float:
-    """A counter at ``/metrics``, over all labels."""
-    return sum(float(line.rpartition(" ")[2]) for line in server.metrics().splitlines() if line.startswith(name))
-
-
 def test_usual_proxies_work(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", kv_heads=4)
     with NodeServerProcess(tmp_path / "home", tcp=True) as home:
@@ -51,8 +46,8 @@ def test_usual_proxies_work(tmp_path: Path) -> None:
                 params = first["kv_transfer_params"]
                 answer = decode.complete({**body, "kv_transfer_params": params})
                 assert answer["choices"][0]["token_ids"] == alone
-            assert counter(decode, "vllm:kvferry_read_total") == 3
-            assert counter(prefill, "vllm:kvferry_published_total") == 3
+            assert decode.metric("vllm:kvferry_read_total") == 3
+            assert prefill.metric("vllm:kvferry_published_total") == 3
         finally:
             for server in servers:
                 server.close()
@@ -89,8 +84,8 @@ def test_data_parallel_ranks_are_engines(tmp_path: Path) -> None:
                 answer = decode.complete({**body, "kv_transfer_params": first["kv_transfer_params"]}, destination)
                 assert answer["choices"][0]["token_ids"] == alone
             for rank in range(2):
-                assert counter(prefill, f'vllm:kvferry_published_total{{engine="{rank}"') == 2
-                assert counter(decode, f'vllm:kvferry_read_total{{engine="{rank}"') == 2
+                assert prefill.metric(f'vllm:kvferry_published_total{{engine="{rank}"') == 2
+                assert decode.metric(f'vllm:kvferry_read_total{{engine="{rank}"') == 2
         finally:
             for server in servers:
                 server.close()
