@@ -44,10 +44,12 @@ def holds_until_quiet() -> bool:
 
 
 def tell_sender(made: bool, queue: Any, request: Any, *_: Any, **__: Any) -> None:
-    """Give a new sender the id and the prompt of its request."""
+    """Give a new sender the id and the prompt of its request, and the manager the request."""
     expect = getattr(request.disagg_kv_sender, "expect_prompt", None) if made else None
     if expect is not None:
-        expect(request.rid, prompt_of(request, queue.scheduler))
+        prompt = prompt_of(request, queue.scheduler)
+        expect(request.rid, prompt)
+        request.disagg_kv_sender.kv_mgr.see(request, prompt.adapter)
 
 
 def tell_receiver(decode_request: Any, queue: Any, request: Any, *_: Any, **__: Any) -> None:

@@ -44,6 +44,12 @@ REPEATED = "the request's bootstrap_room is that of another request, which is un
 SHOWN = "reads.outcomes", "reads.failures", "reads.prompts", "ranks.bytes", "source.published", "source.released"
 """The metrics of `METRICS` that a rank counts."""
 
+PREFIX_SOURCE = "kvferry_prefix_source"
+"""The field of a request's ``custom_params``, and of its answer's ``meta_info``, with the engine reference."""
+
+MOST_ADAPTERS = 1024
+"""Most remembered LoRA adapters. The prompts of one that was forgotten are not looked up."""
+
 Pages = npt.NDArray[np.int32]
 
 
@@ -94,7 +100,7 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
     reduction over the ranks, and every layer's attention precedes that reduction.
 
     SGLang reads `kv_args`, its own description of the pools, and `prefill_info_table`, see `_Reachable`. The `leader`
-    is rank 0.
+    is rank 0. `adapters` are the names of the LoRA adapters of prefill's latest requests, with SGLang's ids of them.
     """
 
     enable_deferred_decode_kv_release = True
@@ -141,6 +147,8 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
             serve=mode == "prefill",
             timeout=self._settings.start_timeout,
         )
+        self.prefix_share = self._settings.prefix_share
+        self.adapters: dict[str, str] = {}
         self._released: dict[int, Release] = {}
         self._reads: dict[int, Read] = {}
         self._requests: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -239,6 +247,19 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         if found is None:
             self.breathe()
         return found
+
+    def see(self, request: Any, adapter: str) -> None:
+        """Take notice of a request of prefill, which has this LoRA adapter: questions name adapters. If it asks for this
+        engine's reference, its answer has it."""
+        if not self.leader:
+            return
+        if adapter:
+            self.adapters.pop(adapter, None)
+            self.adapters[adapter] = request.lora_id
+            if len(self.adapters) > MOST_ADAPTERS:
+                del self.adapters[next(iter(self.adapters))]
+        if PREFIX_SOURCE in (request.sampling_params.custom_params or ()):
+            request.customized_info = {**(request.customized_info or {}), PREFIX_SOURCE: [self.port.engine_reference]}
 
     @property
     def port(self) -> SchedulerPort:

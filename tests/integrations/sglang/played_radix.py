@@ -1,0 +1,191 @@
+"""Ranks of prefill around SGLang's real pools, allocators and radix caches, and an engine that asks them."""
+
+from __future__ import annotations
+
+import pickle
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from sglang.srt.disaggregation.base.conn import StateType
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from kvferry import Blocks, Client, EngineSpec, Prompt, Read
+from kvferry.engine import SchedulerPort
+from kvferry.geometry import shard
+from kvferry.integrations.sglang.answers import Answers, Step
+from kvferry.integrations.sglang.manager import Counts, KvferryManager
+from kvferry.integrations.sglang.pools import Pools, describe_pools
+from kvferry.testing import Fabric
+from tests.support.waiting import until
+
+PAGE, PAGES, HEADS, DIM, LAYERS, WINDOW = 4, 32, 2, 8, 2, 10
+SIZE = PAGE * PAGES
+
+
+class Memory:
+    """SGLang's pool of a rank that holds all heads, its allocator, and its radix cache: "radix", "python" or "rust";
+    windows: every second layer has a window."""
+
+    def __init__(self, cache: str = "python", *, windows: bool = False, page: int = PAGE) -> None:
+        self.page = page
+        self.pool: Any
+        self.allocator: Any
+        components = [ComponentType.FULL]
+        if windows:
+            components.append(ComponentType.SWA)
+            self.pool = SWAKVPool(
+                size=SIZE,
+                size_swa=SIZE,
+                page_size=page,
+                dtype=torch.float32,
+                head_num=HEADS,
+                head_dim=DIM,
+                swa_attention_layer_ids=[1],
+                full_attention_layer_ids=[0],
+                device="cpu",
+            )
+            self.allocator = SWATokenToKVPoolAllocator(SIZE, SIZE, page, torch.float32, "cpu", self.pool, False)
+        else:
+            self.pool = MHATokenToKVPool(SIZE, page, torch.float32, HEADS, DIM, LAYERS, "cpu", False)
+            self.allocator = PagedTokenToKVPoolAllocator(SIZE, page, torch.float32, "cpu", self.pool, False)
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=SimpleNamespace(),  # type: ignore[arg-type]
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=page,
+            sliding_window_size=WINDOW if windows else None,
+            tree_components=tuple(components),
+            tree_core_backend=None if cache == "radix" else cache,
+        )
+        self.tree: Any = RadixCache(params) if cache == "radix" else UnifiedRadixCache(params)
+        self.pools: Pools = describe_pools(self.pool, shard(0, 1, HEADS), HEADS, WINDOW, "layer.{}")
+
+    def compute(self, tokens: Sequence[int], namespace: str | None = None, salt: str | None = None) -> None:
+        """Compute a prompt, as far as SGLang's cache shows it: its pages, whose bytes tell their tokens."""
+        whole = len(tokens) // self.page * self.page
+        slots = self.allocator.alloc(whole) if self.page > 1 and type(self.allocator) is PagedTokenToKVPoolAllocator else self._extend(whole)
+        key = RadixKey(array("q", tokens[:whole]), namespace, cache_salt=salt)
+        self.tree.insert(InsertParams(key=key, value=slots.to(torch.int64)))
+
+    def _extend(self, tokens: int) -> torch.Tensor:
+        none, all_of = torch.zeros(1, dtype=torch.int64), torch.tensor([tokens])
+        slots: torch.Tensor = self.allocator.alloc_extend(none, none, all_of, all_of, torch.tensor([-1]), tokens)
+        return slots
+
+    def evict(self, tokens: int) -> None:
+        self.tree.evict(EvictParams(num_tokens=tokens))
+
+
+class Prefill(KvferryManager):
+    """The manager of a rank, without SGLang's start."""
+
+    def __init__(self, port: SchedulerPort | None, pools: Pools, page: int, share: float) -> None:
+        self.leader = port is not None
+        self._port = port
+        self._released = {}
+        self._requests = WeakValueDictionary()
+        self._breathed = 0.0
+        self.adapters: dict[str, str] = {}
+        self.prefix_share = share
+        self.pools = pools
+        self.kv_args = SimpleNamespace(state_types=[StateType.SWA] if pools.window else [], page_size=page)
+        self.counts = Counts.of(0)
+
+
+class Rank:
+    """A rank of prefill, between whose batches steps run."""
+
+    def __init__(self, memory: Memory, port: SchedulerPort | None = None, share: float = 1.0) -> None:
+        self.memory = memory
+        self.scheduler = SimpleNamespace(
+            tree_cache=memory.tree,
+            token_to_kv_pool_allocator=memory.allocator,
+            sliding_window_size=WINDOW,
+            result_queue=deque(),
+            _engine_paused=False,
+        )
+        self.manager = Prefill(port, memory.pools, memory.page, share)
+        self.answers = Answers(self.scheduler, self.manager)
+
+
+class Source:
+    """An engine of prefill at a home of its own process, whose ranks take the same steps; rank 0 has a port."""
+
+    def __init__(self, fabric: Fabric, cache: str = "python", ranks: int = 1, **memory: Any) -> None:
+        share = memory.pop("share", 1.0)
+        memories = [Memory(cache, **memory) for _ in range(ranks)]
+        first = memories[0].pools
+        self.client: Client = fabric.client()
+        spec = EngineSpec("prefill", first.groups)
+        self.port = SchedulerPort(self.client, spec)
+        self.client.register_cache(
+            spec, 0, tensors=first.tensors, planes=first.planes, token=str(self.port.token), serve=True
+        )
+        self.ranks = [Rank(each, None if at else self.port, share) for at, each in enumerate(memories)]
+        self.leader = self.ranks[0]
+
+    @property
+    def memory(self) -> Memory:
+        return self.leader.memory
+
+    def compute(self, tokens: Sequence[int], *named: Any) -> None:
+        for rank in self.ranks:
+            rank.memory.compute(tokens, *named)
+
+    def write(self) -> None:
+        """Write other bytes everywhere, which tell their places."""
+        for at, tensor in enumerate(self.memory.pools.tensors.values()):
+            flat: Any = tensor
+            flat.copy_(torch.arange(flat.numel(), dtype=torch.float32).reshape(flat.shape) + at * 1_000_000)
+
+    def loop(self) -> Step | None:
+        """Take requests, as SGLang's loop does: what rank 0 decides goes to all ranks."""
+        step = self.leader.answers.next_step()
+        if step is not None:
+            self.leader.answers.run(step)
+            for rank in self.ranks[1:]:
+                rank.answers.run(pickle.loads(pickle.dumps(step)))
+        return step
+
+    def serve(self, read: Read) -> Any:
+        """Run the loop until a read has ended; returns its result, or raises its error."""
+        until(lambda: (self.loop(), read.done())[1])
+        return read.result(0)
+
+    def idle(self) -> None:
+        """Run the loop until nothing is held."""
+        until(lambda: (self.loop(), not any(rank.answers.holding for rank in self.ranks))[1])
+
+
+class Asker:
+    """An engine of one rank with a pool of SGLang's, which asks."""
+
+    def __init__(self, fabric: Fabric, source: Source, **memory: Any) -> None:
+        self.memory = Memory(**memory)
+        self.pools = self.memory.pools
+        self.reference = source.port.engine_reference
+        spec = EngineSpec("reader", self.pools.groups)
+        self.cache = fabric.client().register_cache(spec, 0, tensors=self.pools.tensors, planes=self.pools.planes)
+
+    def ask(self, tokens: Sequence[int], first_token: int = 0, **more: Any) -> Read:
+        pages = range(1 + first_token // self.memory.page, 1 + -(-len(tokens) // self.memory.page))
+        blocks = {group.name: Blocks([*pages], first_token) for group in self.pools.groups}
+        return self.cache.fetch(self.reference, Prompt(list(tokens), **more), blocks, wait=2.0)
+
+    def rows(self, pools: Pools, slots: torch.Tensor) -> list[torch.Tensor]:
+        """The bytes at these slots, by plane."""
+        found: list[Any] = [*pools.tensors.values()]
+        return [each[slots] for each in found]
