@@ -14,7 +14,7 @@ import torch
 from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
@@ -74,16 +74,23 @@ class Memory:
         self.pools: Pools = describe_pools(self.pool, shard(0, 1, HEADS), HEADS, WINDOW, "layer.{}")
 
     def compute(self, tokens: Sequence[int], namespace: str | None = None, salt: str | None = None) -> None:
-        """Compute a prompt, as far as SGLang's cache shows it: its pages, whose bytes tell their tokens."""
+        """Compute a prompt, as far as SGLang's cache shows it."""
         whole = len(tokens) // self.page * self.page
-        slots = self.allocator.alloc(whole) if self.page > 1 and type(self.allocator) is PagedTokenToKVPoolAllocator else self._extend(whole)
+        none, lengths = torch.zeros(1, dtype=torch.int64), torch.tensor([whole])
+        slots = self.allocator.alloc_extend(none, none, lengths, lengths, torch.tensor([-1]), whole)
         key = RadixKey(array("q", tokens[:whole]), namespace, cache_salt=salt)
         self.tree.insert(InsertParams(key=key, value=slots.to(torch.int64)))
 
-    def _extend(self, tokens: int) -> torch.Tensor:
-        none, all_of = torch.zeros(1, dtype=torch.int64), torch.tensor([tokens])
-        slots: torch.Tensor = self.allocator.alloc_extend(none, none, all_of, all_of, torch.tensor([-1]), tokens)
-        return slots
+    def cached(self, tokens: Sequence[int], namespace: str | None = None) -> torch.Tensor:
+        """Where SGLang keeps what it has cached of a prompt."""
+        match = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens), namespace)))
+        found: torch.Tensor = self.tree.path_device_indices(match.last_device_node)[: match.device_prefix_len]
+        return found
+
+    @property
+    def free(self) -> int:
+        """Tokens that SGLang has room for without evicting."""
+        return int(self.allocator.available_size())
 
     def evict(self, tokens: int) -> None:
         self.tree.evict(EvictParams(num_tokens=tokens))
@@ -141,6 +148,11 @@ class Source:
     def memory(self) -> Memory:
         return self.leader.memory
 
+    @property
+    def published(self) -> int:
+        """How many publications there were."""
+        return self.client.stats().source.published
+
     def compute(self, tokens: Sequence[int], *named: Any) -> None:
         for rank in self.ranks:
             rank.memory.compute(tokens, *named)
@@ -173,19 +185,21 @@ class Source:
 class Asker:
     """An engine of one rank with a pool of SGLang's, which asks."""
 
-    def __init__(self, fabric: Fabric, source: Source, **memory: Any) -> None:
+    def __init__(self, fabric: Fabric, source: Source, name: str = "reader", **memory: Any) -> None:
         self.memory = Memory(**memory)
         self.pools = self.memory.pools
         self.reference = source.port.engine_reference
-        spec = EngineSpec("reader", self.pools.groups)
+        spec = EngineSpec(name, self.pools.groups)
         self.cache = fabric.client().register_cache(spec, 0, tensors=self.pools.tensors, planes=self.pools.planes)
 
     def ask(self, tokens: Sequence[int], first_token: int = 0, **more: Any) -> Read:
         pages = range(1 + first_token // self.memory.page, 1 + -(-len(tokens) // self.memory.page))
         blocks = {group.name: Blocks([*pages], first_token) for group in self.pools.groups}
-        return self.cache.fetch(self.reference, Prompt(list(tokens), **more), blocks, wait=2.0)
+        overlap = more.pop("allow_overlap", False)
+        return self.cache.fetch(self.reference, Prompt([*tokens], **more), blocks, wait=2.0, allow_overlap=overlap)
 
-    def rows(self, pools: Pools, slots: torch.Tensor) -> list[torch.Tensor]:
-        """The bytes at these slots, by plane."""
-        found: list[Any] = [*pools.tensors.values()]
-        return [each[slots] for each in found]
+
+def rows(pools: Pools, slots: torch.Tensor) -> list[torch.Tensor]:
+    """The bytes of tokens at these slots, by plane."""
+    tensors: list[Any] = [*pools.tensors.values()]
+    return [tensor[slots] for tensor in tensors]

@@ -52,7 +52,9 @@ class Answers:
     def __init__(self, scheduler: Any, manager: KvferryManager) -> None:
         self._scheduler = scheduler
         self._manager = manager
-        self._prefixes = RadixPrefixes.of(scheduler.tree_cache, manager.pools.groups[0].num_blocks, manager.prefix_share)
+        self._prefixes = RadixPrefixes.of(
+            scheduler.tree_cache, manager.pools.groups[0].num_blocks, manager.prefix_share
+        )
         self._held: dict[int, Held] = {}
         """By the number of the lookup; the same on all ranks."""
         self._number = 0
@@ -121,7 +123,7 @@ class Answers:
         tokens, first = len(held.pages) * page, first_token // page
         states = []
         if self._manager.pools.window:
-            # As SGLang's prefill hands a window over (``_swa_payload`` in sglang/srt/disaggregation/prefill.py; 0.5.23).
+            # As SGLang's prefill hands windows over (``_swa_payload`` in sglang/srt/disaggregation/prefill.py; 0.5.23).
             begin = max(0, tokens - int(self._scheduler.sliding_window_size)) // page * page
             allocator = self._scheduler.token_to_kv_pool_allocator
             windowed = allocator.translate_swa_indices_for_transfer(held.slots[begin:])

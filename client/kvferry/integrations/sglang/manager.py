@@ -249,7 +249,7 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         return found
 
     def see(self, request: Any, adapter: str) -> None:
-        """Take notice of a request of prefill, which has this LoRA adapter: questions name adapters. If it asks for this
+        """Take notice of a request of prefill with this LoRA adapter: questions name adapters. If it asks for this
         engine's reference, its answer has it."""
         if not self.leader:
             return

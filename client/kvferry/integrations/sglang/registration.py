@@ -20,7 +20,6 @@ from kvferry.integrations.sglang.hooks import (
     tell_receiver,
     tell_sender,
 )
-
 from kvferry.integrations.sglang.stepping import (
     IS_IDLE,
     MAKES_HANDLERS,
