@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -63,7 +63,7 @@ class Memory:
             self.allocator = PagedTokenToKVPoolAllocator(SIZE, page, torch.float32, "cpu", self.pool, False)
         params = CacheInitParams(
             disable=False,
-            req_to_token_pool=SimpleNamespace(),  # type: ignore[arg-type]
+            req_to_token_pool=SimpleNamespace(),
             token_to_kv_pool_allocator=self.allocator,
             page_size=page,
             sliding_window_size=WINDOW if windows else None,
@@ -172,14 +172,23 @@ class Source:
                 rank.answers.run(pickle.loads(pickle.dumps(step)))
         return step
 
+    def loop_until(self, condition: Callable[[], object]) -> None:
+        """Run the loop until something holds."""
+
+        def holds() -> bool:
+            self.loop()
+            return bool(condition())
+
+        until(holds)
+
     def serve(self, read: Read) -> Any:
         """Run the loop until a read has ended; returns its result, or raises its error."""
-        until(lambda: (self.loop(), read.done())[1])
+        self.loop_until(read.done)
         return read.result(0)
 
     def idle(self) -> None:
         """Run the loop until nothing is held."""
-        until(lambda: (self.loop(), not any(rank.answers.holding for rank in self.ranks))[1])
+        self.loop_until(lambda: not any(rank.answers.holding for rank in self.ranks))
 
 
 class Asker:

@@ -132,7 +132,7 @@ def test_pages_are_kept_until_the_release_on_every_rank(fabric: Fabric, cache: s
     source.compute(range(PAGE))
     with fabric.hold_reads() as reads:
         read = Asker(fabric, source).ask(TEXT[: 5 * PAGE + 1])
-        until(lambda: (source.loop(), reads.count)[1])
+        source.loop_until(lambda: reads.count)
         for rank in source.ranks:
             assert rank.answers.holding
             rank.memory.evict(PAGES * PAGE)
@@ -152,7 +152,7 @@ def test_answer_that_nobody_reads_is_released(fabric: Fabric, cache: str) -> Non
     source.compute(TEXT)
     with fabric.hold_reads() as reads:
         read = Asker(fabric, source).ask(TEXT)
-        until(lambda: (source.loop(), reads.count)[1])
+        source.loop_until(lambda: reads.count)
         fabric.advance(1)
         source.loop()
         assert source.leader.answers.holding
@@ -171,11 +171,11 @@ def test_no_more_than_a_share_of_the_pages_is_held(fabric: Fabric, share: float,
     asker, other = Asker(fabric, source), Asker(fabric, source, "other")
     with fabric.hold_reads() as reads:
         first = asker.ask(TEXT)
-        until(lambda: (source.loop(), reads.count == 1)[1])
+        source.loop_until(lambda: reads.count == 1)
         second = other.ask(TEXT[: 8 * PAGE])
-        until(lambda: (source.loop(), reads.count == 2)[1])
+        source.loop_until(lambda: reads.count == 2)
         third = asker.ask(range(5 * PAGE), allow_overlap=True)
-        until(lambda: (source.loop(), reads.count == 3 or third.done())[1])
+        source.loop_until(lambda: reads.count == 3 or third.done())
         assert busy == third.done()
         if busy:
             assert "BUSY" in str(third.exception(0))
@@ -208,7 +208,7 @@ def test_paused_engine_holds_nothing_more_and_frees_what_it_holds(fabric: Fabric
     asker = Asker(fabric, source)
     with fabric.hold_reads() as reads:
         read = asker.ask(TEXT)
-        until(lambda: (source.loop(), reads.count)[1])
+        source.loop_until(lambda: reads.count)
         for rank in source.ranks:
             rank.scheduler._engine_paused = True
     assert source.serve(read).end_token == 10 * PAGE
@@ -223,7 +223,7 @@ def test_answer_is_published_when_the_batches_are_computed_that_were_under_way(f
     computing = source.leader.scheduler.result_queue
     computing += [(None, "first"), (None, "second")]
     read = Asker(fabric, source).ask(TEXT)
-    until(lambda: (source.loop(), source.leader.answers.holding)[1])
+    source.loop_until(lambda: source.leader.answers.holding)
     for _ in range(2):
         source.loop()
         assert source.published == 0
@@ -241,11 +241,11 @@ def test_answer_is_given_up_if_its_question_ends_before_it_is_published(fabric: 
     computing = source.leader.scheduler.result_queue
     computing.append((None, "first"))
     read = Asker(fabric, source).ask(TEXT)
-    until(lambda: (source.loop(), source.leader.answers.holding)[1])
+    source.loop_until(lambda: source.leader.answers.holding)
     fabric.advance(3)
     with pytest.raises(PrefixMiss, match="was not answered in time"):
         source.serve(read)
-    until(lambda: (source.port.questions(), not source.leader.answers._found[0].question.open)[1])
+    source.loop_until(lambda: not source.leader.answers._found[0].question.open)
     computing.clear()
     source.idle()
     assert source.published == 0
@@ -256,7 +256,7 @@ def test_answer_that_cannot_be_published_is_freed(fabric: Fabric) -> None:
     source.compute(TEXT)
     source.leader.scheduler.result_queue.append((None, "first"))
     Asker(fabric, source).ask(TEXT)
-    until(lambda: (source.loop(), source.leader.answers.holding)[1])
+    source.loop_until(lambda: source.leader.answers.holding)
     source.port.close()
     source.leader.scheduler.result_queue.clear()
     source.idle()
@@ -292,9 +292,10 @@ def test_window_is_answered_with_pages_of_its_own(fabric: Fabric, first: int, be
     text = [*range(500, 500 + 10 * PAGE)]
     with fabric.client() as client, SchedulerPort(client, EngineSpec("reader", source.memory.pools.groups)) as port:
         port.ask("r", source.port.engine_reference, Prompt(text), first_token=first, wait=2.0)
-        offers: list[Any] = []
-        until(lambda: (source.loop(), offers.append(port.granted("r")), offers[-1])[2])
-        found = offers[-1].blocks()
+        source.loop_until(port.news)
+        offer = port.granted("r")
+        assert offer is not None
+        found = offer.blocks()
     theirs = source.memory.cached(text)
     windowed = source.memory.allocator.translate_swa_indices_for_transfer(theirs)
     seen = (10 * PAGE - WINDOW) // PAGE

@@ -124,14 +124,19 @@ def test_cache_is_not_emptied_while_pages_are_held(
     stepping._answering[:] = [source.leader.answers]
     flushed: list[Any] = []
     emptied: list[bool] = []
+
+    def empty() -> bool:
+        emptied.append(True)
+        return True
+
     wrapper = SchedulerFlushWrapper(
-        flush_cache=lambda: emptied.append(True) or True,
+        flush_cache=empty,
         is_fully_idle=lambda: Scheduler.is_fully_idle(scheduler),
         send_output=lambda output, _: flushed.append(output.success),
     )
     with fabric.hold_reads() as reads:
         read = Asker(fabric, source).ask(TEXT)
-        until(lambda: (source.loop(), reads.count)[1])
+        source.loop_until(lambda: reads.count)
         assert not Scheduler.is_fully_idle(scheduler, ignore_waiting=True)
         assert Scheduler.is_fully_idle(scheduler, for_health_check=True)
         assert wrapper.handle(FlushCacheReqInput(timeout_s=60.0)) is None
