@@ -23,11 +23,12 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from kvferry import Blocks, Client, EngineSpec, Prompt, Read
-from kvferry.engine import SchedulerPort
+from kvferry.engine import SchedulerPort, WorkerOutput, WorkerPort
 from kvferry.geometry import shard
 from kvferry.integrations.sglang.answers import Answers, Step
-from kvferry.integrations.sglang.manager import Counts, KvferryManager
+from kvferry.integrations.sglang.manager import PREFIX_SOURCE, Counts, KvferryManager
 from kvferry.integrations.sglang.pools import Pools, describe_pools
+from kvferry.integrations.sglang.prefixes import LoadStep, Prefixes
 from kvferry.testing import Fabric
 from tests.support.waiting import until
 
@@ -39,8 +40,11 @@ class Memory:
     """SGLang's pool of a rank that holds all heads, its allocator, and its radix cache: "radix", "python" or "rust";
     windows: every second layer has a window."""
 
-    def __init__(self, cache: str = "python", *, windows: bool = False, page: int = PAGE) -> None:
+    def __init__(
+        self, cache: str = "python", *, windows: bool = False, page: int = PAGE, rank: int = 0, ranks: int = 1
+    ) -> None:
         self.page = page
+        held = shard(rank, ranks, HEADS)
         self.pool: Any
         self.allocator: Any
         components = [ComponentType.FULL]
@@ -51,7 +55,7 @@ class Memory:
                 size_swa=SIZE,
                 page_size=page,
                 dtype=torch.float32,
-                head_num=HEADS,
+                head_num=len(held),
                 head_dim=DIM,
                 swa_attention_layer_ids=[1],
                 full_attention_layer_ids=[0],
@@ -59,7 +63,7 @@ class Memory:
             )
             self.allocator = SWATokenToKVPoolAllocator(SIZE, SIZE, page, torch.float32, "cpu", self.pool, False)
         else:
-            self.pool = MHATokenToKVPool(SIZE, page, torch.float32, HEADS, DIM, LAYERS, "cpu", False)
+            self.pool = MHATokenToKVPool(SIZE, page, torch.float32, len(held), DIM, LAYERS, "cpu", False)
             self.allocator = PagedTokenToKVPoolAllocator(SIZE, page, torch.float32, "cpu", self.pool, False)
         params = CacheInitParams(
             disable=False,
@@ -71,7 +75,7 @@ class Memory:
             tree_core_backend=None if cache == "radix" else cache,
         )
         self.tree: Any = RadixCache(params) if cache == "radix" else UnifiedRadixCache(params)
-        self.pools: Pools = describe_pools(self.pool, shard(0, 1, HEADS), HEADS, WINDOW, "layer.{}")
+        self.pools: Pools = describe_pools(self.pool, held, HEADS, WINDOW, "layer.{}")
 
     def compute(self, tokens: Sequence[int], namespace: str | None = None, salt: str | None = None) -> None:
         """Compute a prompt, as far as SGLang's cache shows it."""
@@ -99,6 +103,8 @@ class Memory:
 class Prefill(KvferryManager):
     """The manager of a rank, without SGLang's start."""
 
+    worker: Any = None
+
     def __init__(self, port: SchedulerPort | None, pools: Pools, page: int, share: float) -> None:
         self.leader = port is not None
         self._port = port
@@ -106,7 +112,7 @@ class Prefill(KvferryManager):
         self._requests = WeakValueDictionary()
         self._breathed = 0.0
         self.adapters: dict[str, str] = {}
-        self.prefix_share = share
+        self.prefix_share, self.prefix_wait = share, 2.0
         self.pools = pools
         self.kv_args = SimpleNamespace(state_types=[StateType.SWA] if pools.window else [], page_size=page)
         self.counts = Counts.of(0)
@@ -123,8 +129,9 @@ class Rank:
             sliding_window_size=WINDOW,
             result_queue=deque(),
             _engine_paused=False,
+            chunked_req=None,
         )
-        self.manager = Prefill(port, memory.pools, memory.page, share)
+        self.manager: Any = Prefill(port, memory.pools, memory.page, share)
         self.answers = Answers(self.scheduler, self.manager)
 
 
@@ -206,6 +213,81 @@ class Asker:
         blocks = {group.name: Blocks([*pages], first_token) for group in self.pools.groups}
         overlap = more.pop("allow_overlap", False)
         return self.cache.fetch(self.reference, Prompt([*tokens], **more), blocks, wait=2.0, allow_overlap=overlap)
+
+
+class Reporting(Prefill):
+    """The manager of a rank whose ranks report to rank 0 through a list, a step late."""
+
+    reports: list[WorkerOutput]
+
+    def gathered(self, output: WorkerOutput) -> list[WorkerOutput]:
+        found = [*self.reports, output] if self.leader else []
+        self.reports[:] = [] if self.leader else [*self.reports, output]
+        return found
+
+
+class Reader:
+    """An engine of prefill whose requests name engines that may have their prefixes."""
+
+    def __init__(self, fabric: Fabric, ranks: int = 1) -> None:
+        memories = [Memory(rank=rank, ranks=ranks) for rank in range(ranks)]
+        clients = [fabric.client() for _ in memories]
+        spec = EngineSpec("reader", memories[0].pools.groups, ranks)
+        self.port = SchedulerPort(clients[0], spec, hold_until_quiet=True)
+        self.ranks: list[Rank] = []
+        self.loads: list[Prefixes] = []
+        reports: list[WorkerOutput] = []
+        for at, (memory, client) in enumerate(zip(memories, clients, strict=True)):
+            worker = WorkerPort(client, spec, at, token=str(self.port.token))
+            worker.register(memory.pools.tensors, planes=memory.pools.planes, replicated=True)
+            rank = Rank(memory, None if at else self.port)
+            rank.manager = Reporting(rank.manager._port, memory.pools, PAGE, 1.0)
+            rank.manager.reports = reports
+            assert Prefixes.possible(rank.scheduler, rank.manager)
+            rank.manager.worker = worker
+            rank.manager.loads = Prefixes(rank.scheduler, rank.manager)
+            self.ranks.append(rank)
+            self.loads.append(rank.manager.loads)
+
+    def compute(self, tokens: Sequence[int]) -> None:
+        for rank in self.ranks:
+            rank.memory.compute(tokens)
+
+    def want(self, tokens: Sequence[int], source: object, **more: Any) -> int:
+        """Let a request come to all ranks; returns the number of its load."""
+        prompt = more.pop("prompt", Prompt([*tokens]))
+        request = SimpleNamespace(
+            origin_input_ids=array("q", tokens),
+            sampling_params=SimpleNamespace(custom_params={PREFIX_SOURCE: source}),
+            **{"extra_key": None, "cache_salt": None, "lora_id": None, **more},
+        )
+        [number] = {loads.want(request, prompt) for loads in self.loads}
+        return number
+
+    def loop(self) -> LoadStep | None:
+        """Take requests, as SGLang's loop does."""
+        step = self.loads[0].next_step()
+        if step is not None:
+            for loads in self.loads:
+                loads.run(pickle.loads(pickle.dumps(step)))
+        return step
+
+    def finish(self, number: int, *sources: Source) -> None:
+        """Run the loops of all until a load has ended."""
+
+        def ended() -> bool:
+            for source in sources:
+                source.loop()
+            self.loop()
+            return not any(loads.waits(number) for loads in self.loads)
+
+        until(ended)
+
+    @property
+    def whole(self) -> bool:
+        """Whether each page is free, or in the cache and evictable, on every rank."""
+        trees = [(rank.memory.tree, rank.memory.free) for rank in self.ranks]
+        return all(tree.evictable_size() + free == SIZE and not tree.protected_size() for tree, free in trees)
 
 
 def rows(pools: Pools, slots: torch.Tensor) -> list[torch.Tensor]:

@@ -55,14 +55,23 @@ class Reader:
         self.home = home
         self.reference = ""
 
-    def read_request(self, prefill: Instance, tokens: list[int], first: int, **more: Any) -> Any:
-        """Let prefill compute a request, and read it as decode would; returns prefill's answer."""
+    def read_request(
+        self,
+        prefill: Instance,
+        tokens: list[int],
+        first: int,
+        name: str = "prefill",
+        source: object = None,
+        **more: Any,
+    ) -> Any:
+        """Let prefill compute a request, and read it as decode would; returns prefill's answer. `source`: an engine
+        that may have its prefix."""
         room = some_room()
-        sampling = {"temperature": 0, "max_new_tokens": 1, "custom_params": {PREFIX_SOURCE: None}}
+        sampling = {"temperature": 0, "max_new_tokens": 1, "custom_params": {PREFIX_SOURCE: source}}
         asked = {"input_ids": tokens, "sampling_params": sampling, **named(prefill, room), **more}
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(prefill.post, "/generate", asked)
-            reference = room_reference(Source("prefill", self.home.address), room)
+            reference = room_reference(Source(name, self.home.address), room)
             self.cache.read(reference, {"full": blocks(tokens, first)}).result(60)
             found = answer.result()
         [self.reference] = found["meta_info"][PREFIX_SOURCE]
@@ -168,4 +177,40 @@ def test_vllm_reads_the_cached_prefix_and_computes_the_rest(
     finally:
         vllm.close()
     until(lambda: pinned(home) == 0)
+    assert "leak" not in prefill.log.read_text()
+
+
+@pytest.mark.parametrize("prefill", [1], indirect=True)
+def test_prefill_reads_the_cached_prefix_of_another_prefill_and_computes_the_rest(
+    prefill: Instance, model: Path, home: NodeServerProcess, tmp_path: Path
+) -> None:
+    """On two ranks, into SGLang's radix cache, which has it for the next request, too."""
+    log, environment = tmp_path / "log", {"KVFERRY_ENGINE_ID": "other", "KVFERRY_PREFIX_WAIT": "2"}
+    other = Instance(model, log, "prefill", home.address, "--enable-metrics", tp=2, environment=environment)
+    try:
+        other.ready()
+        with Client(home.address) as client:
+            reader = Reader(client, home, model)
+            reader.read_request(prefill, TEXT[:150], 1)
+            source, cached = reader.reference, 150 // PAGE * PAGE
+            wanted = reader.of(1, cached)
+            # Without a source, SGLang computes all of it.
+            text = [*prompt(5, 100), 3]
+            assert reader.read_request(other, text, 8, "other")["meta_info"]["cached_tokens"] == 0
+            assert reader.read_request(other, prompt(6, 200), 8, "other", source)["meta_info"]["cached_tokens"] == 0
+            answer = reader.read_request(other, TEXT, 15, "other", source)
+            assert answer["meta_info"]["cached_tokens"] == cached
+            read = reader.of(15, len(TEXT))
+            assert torch.equal(read[:, :cached], wanted)
+            answer = reader.read_request(other, TEXT, 22, "other", source)
+            assert answer["meta_info"]["cached_tokens"] == len(TEXT) // PAGE * PAGE
+            # What was computed after the prefix is what is computed after a prefix of one's own.
+            reader.read_request(prefill, TEXT, 1)
+            assert torch.allclose(read, reader.of(1, len(TEXT)), atol=1e-4)
+        assert other.counted("kvferry_reader_bytes") == cached * TOKEN_BYTES
+        assert other.counted("kvferry_reader_reads", outcome="done") == 1
+        until(lambda: pinned(home) == 0)
+        assert "leak" not in log.read_text()
+    finally:
+        other.close()
     assert "leak" not in prefill.log.read_text()

@@ -24,7 +24,7 @@ from kvferry.integrations.sglang.stepping import (
     MAKES_HANDLERS,
     SENDS_TO_RANKS,
     Waker,
-    answer_questions,
+    exchange_prefixes,
     is_idle,
     send_along,
 )
@@ -37,7 +37,7 @@ TEXT = [*range(100, 100 + 10 * PAGE)]
 
 @pytest.fixture
 def fabric(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fabric]:
-    monkeypatch.setattr(stepping, "_answering", [])
+    monkeypatch.setattr(stepping, "_parts", [])
     monkeypatch.setattr(stepping, "_wakers", [])
     with Fabric() as made:
         yield made
@@ -53,7 +53,7 @@ def source(fabric: Fabric) -> Source:
 def hooked(monkeypatch: pytest.MonkeyPatch, *left_out: str) -> None:
     """Install the hooks on SGLang's methods, as SGLang installs a plug-in's."""
     hooks: dict[str, list[Any]] = {
-        MAKES_HANDLERS: [(HookType.AFTER, answer_questions, None)],
+        MAKES_HANDLERS: [(HookType.AFTER, exchange_prefixes, None)],
         SENDS_TO_RANKS: [(HookType.BEFORE, send_along, None)],
         IS_IDLE: [(HookType.AFTER, is_idle, None)],
     }
@@ -104,7 +104,7 @@ def test_step_goes_to_the_ranks_with_requests_and_is_handled_as_one(
             assert isinstance(each, Step)
             assert scheduler._request_dispatcher(each) is None
             steps.append(each)
-        return read.done() and not stepping._answering[0].holding
+        return read.done() and not stepping._parts[0].holding
 
     until(answered)
     assert read.result(0).end_token == 10 * PAGE
@@ -120,8 +120,8 @@ def test_cache_is_not_emptied_while_pages_are_held(
     hooked(monkeypatch)
     assert idle is not Scheduler.is_fully_idle
     scheduler = scheduler_of(source.leader)
-    answer_questions(None, scheduler)
-    stepping._answering[:] = [source.leader.answers]
+    exchange_prefixes(None, scheduler)
+    stepping._parts[:] = [source.leader.answers]
     flushed: list[Any] = []
     emptied: list[bool] = []
 
@@ -155,9 +155,9 @@ def test_questions_are_answered_only_with_all_hooks(
 ) -> None:
     """SGLang only logs if a method that a plug-in hooks is not there."""
     hooked(monkeypatch, left_out)
-    answer_questions(None, scheduler_of(source.leader, backend))
-    assert bool(stepping._answering) == (not left_out and backend == "kvferry")
-    answer_questions(None, SimpleNamespace())
+    exchange_prefixes(None, scheduler_of(source.leader, backend))
+    assert bool(stepping._parts) == (not left_out and backend == "kvferry")
+    exchange_prefixes(None, SimpleNamespace())
 
 
 def test_question_wakes_a_scheduler_that_sleeps(
@@ -165,7 +165,7 @@ def test_question_wakes_a_scheduler_that_sleeps(
 ) -> None:
     hooked(monkeypatch)
     scheduler = scheduler_of(source.leader)
-    answer_questions(None, scheduler)
+    exchange_prefixes(None, scheduler)
     poller = scheduler.idle_sleeper.poller
     assert poller.poll(0) == []
     read = Asker(fabric, source).ask(TEXT)

@@ -48,8 +48,9 @@ def tell_sender(made: bool, queue: Any, request: Any, *_: Any, **__: Any) -> Non
     expect = getattr(request.disagg_kv_sender, "expect_prompt", None) if made else None
     if expect is not None:
         prompt = prompt_of(request, queue.scheduler)
-        expect(request.rid, prompt)
-        request.disagg_kv_sender.kv_mgr.see(request, prompt.adapter)
+        manager = request.disagg_kv_sender.kv_mgr
+        manager.see(request, prompt.adapter)
+        expect(request.rid, prompt, 0 if manager.loads is None else manager.loads.want(request, prompt))
 
 
 def tell_receiver(decode_request: Any, queue: Any, request: Any, *_: Any, **__: Any) -> None:

@@ -21,6 +21,7 @@ from sglang.srt.utils.network import NetworkAddress
 from transformers import AutoConfig
 
 from kvferry import Blocks, Cache, Client, EngineSpec, Prompt, Publication, Read, Release, SchedulerPort, shard
+from kvferry.engine import WorkerOutput, WorkerPort
 from kvferry.errors import InvalidField, KvferryError
 from kvferry.integrations.identity import cache_identity
 from kvferry.integrations.sglang.aux_rows import AuxRows
@@ -101,9 +102,11 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
 
     SGLang reads `kv_args`, its own description of the pools, and `prefill_info_table`, see `_Reachable`. The `leader`
     is rank 0. `adapters` are the names of the LoRA adapters of prefill's latest requests, with SGLang's ids of them.
+    `loads` are the `Prefixes` of prefill, if it can have any, once its scheduler is made.
     """
 
     enable_deferred_decode_kv_release = True
+    loads: Any = None
 
     def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
         self.kv_args = args
@@ -135,19 +138,17 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         self._client: Client = self._settings.client()
         self._port: SchedulerPort | None = None
         token = self._open(spec, parallel.tp_group)
-        self._cache: Cache = self._client.register_cache(
-            spec,
-            int(parallel.tp_rank),
-            tensors=self.pools.tensors,
+        self.worker = WorkerPort(self._client, spec, int(parallel.tp_rank), token=token)
+        self._cache: Cache = self.worker.register(
+            self.pools.tensors,
             planes=self.pools.planes,
             # Planes declare the heads of each rank; a plane with a whole axis is latent, and equal on all ranks.
             replicated=True,
             labels={"tp_rank": int(parallel.tp_rank)},
-            token=token,
             serve=mode == "prefill",
             timeout=self._settings.start_timeout,
         )
-        self.prefix_share = self._settings.prefix_share
+        self.prefix_share, self.prefix_wait = self._settings.prefix_share, self._settings.prefix_wait
         self.adapters: dict[str, str] = {}
         self._released: dict[int, Release] = {}
         self._reads: dict[int, Read] = {}
@@ -169,7 +170,8 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         opened, error = "", None
         if self.leader:
             try:
-                self._port = SchedulerPort(self._client, spec, timeout=self._settings.start_timeout)
+                timeout = self._settings.start_timeout
+                self._port = SchedulerPort(self._client, spec, hold_until_quiet=True, timeout=timeout)
                 opened = str(self._port.token)
             except KvferryError as failed:
                 # Raised after the broadcast: the other ranks wait for the token.
@@ -260,6 +262,13 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
                 del self.adapters[next(iter(self.adapters))]
         if PREFIX_SOURCE in (request.sampling_params.custom_params or ()):
             request.customized_info = {**(request.customized_info or {}), PREFIX_SOURCE: [self.port.engine_reference]}
+
+    def gathered(self, output: WorkerOutput) -> list[WorkerOutput]:
+        """Return the outputs of all ranks' workers, of which each rank gives its own."""
+        if self.parties == 1:
+            return [output]
+        found: list[WorkerOutput] = get_parallel().tp_group.all_gather_object(output)
+        return found
 
     @property
     def port(self) -> SchedulerPort:

@@ -24,7 +24,7 @@ from kvferry.integrations.sglang.stepping import (
     IS_IDLE,
     MAKES_HANDLERS,
     SENDS_TO_RANKS,
-    answer_questions,
+    exchange_prefixes,
     is_idle,
     send_along,
 )
@@ -56,7 +56,7 @@ def register() -> None:
         (MAKES_SENDERS, tell_sender, HookType.AFTER),
         (MAKES_RECEIVERS, tell_receiver, HookType.AFTER),
         (resolve, _retract_without_a_device, HookType.BEFORE),
-        (MAKES_HANDLERS, answer_questions, HookType.AFTER),
+        (MAKES_HANDLERS, exchange_prefixes, HookType.AFTER),
         (SENDS_TO_RANKS, send_along, HookType.BEFORE),
         (IS_IDLE, is_idle, HookType.AFTER),
     ):

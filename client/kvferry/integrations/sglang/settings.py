@@ -33,6 +33,7 @@ class Settings:
     layer_names: str  # names of the layers, with ``{}`` for their numbers; engines read only layers of the same names
     prompt_check: str  # "compare", "require" or "off": see `Client`
     prefix_share: float  # share of the pages that may be held for engines that have asked for prefixes
+    prefix_wait: float  # seconds that a request waits for the answer of an engine that is asked for its prefix
     tls: TlsConfig | None  # of the PEM files TLS_CA, TLS_CERT and TLS_KEY; None: no TLS
 
     @classmethod
@@ -58,7 +59,8 @@ class Settings:
             start_timeout=_seconds(environment, "KVFERRY_START_TIMEOUT", "30"),
             layer_names=layers,
             prompt_check=check,
-            prefix_share=_share(environment, "KVFERRY_PREFIX_SHARE", "0.25"),
+            prefix_share=_bounded(environment, "KVFERRY_PREFIX_SHARE", "0.25", 0.0, 1.0),
+            prefix_wait=_bounded(environment, "KVFERRY_PREFIX_WAIT", "0.2", 0.001, 2.0),
             tls=TlsConfig(**tls) if tls else None,
         )
 
@@ -106,11 +108,11 @@ def _seconds(environment: Mapping[str, str], name: str, default: str) -> float:
     return seconds
 
 
-def _share(environment: Mapping[str, str], name: str, default: str) -> float:
-    share = _number(environment, name, default)
-    if not 0 <= share <= 1:
-        raise InvalidField(name, environment[name], "a number from 0 to 1")
-    return share
+def _bounded(environment: Mapping[str, str], name: str, default: str, least: float, most: float) -> float:
+    found = _number(environment, name, default)
+    if not least <= found <= most:
+        raise InvalidField(name, environment[name], f"a number from {least:g} to {most:g}")
+    return found
 
 
 def _number(environment: Mapping[str, str], name: str, default: str) -> float:

@@ -1,5 +1,5 @@
-"""Hooks in SGLang's loop, by which prefill answers questions: what rank 0 decides goes to all ranks with SGLang's
-requests, and pages that are held for answers keep SGLang from emptying its cache."""
+"""Hooks in SGLang's loop, by which prefill gives and takes prefixes: what rank 0 decides goes to all ranks with
+requests, and pages that are held keep SGLang from emptying its cache."""
 
 from __future__ import annotations
 
@@ -18,43 +18,50 @@ SENDS_TO_RANKS = (
 IS_IDLE = "sglang.srt.managers.scheduler.Scheduler.is_fully_idle"
 """SGLang's methods that are hooked."""
 
-_answering: list[Any] = []
-"""The `Answers` of this process: one, once its scheduler is made, if it is one of prefill with the backend."""
+_parts: list[Any] = []
+"""The `Answers` and `Prefixes` of this process, once its scheduler is made, if this is prefill with the backend."""
 _wakers: list[Waker] = []
 """On rank 0, if its scheduler sleeps."""
 
 
-def answer_questions(_: None, scheduler: Any, *__: Any, **___: Any) -> None:
-    """Make a scheduler of prefill answer questions, if all hooks are installed."""
+def exchange_prefixes(_: None, scheduler: Any, *__: Any, **___: Any) -> None:
+    """Make a scheduler of prefill answer questions, and ask some, if all hooks are installed."""
     queue = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
     if queue is None or queue.transfer_backend.value != BACKEND or not all(map(_hooked, (SENDS_TO_RANKS, IS_IDLE))):
         return
     from sglang.utils import TypeBasedDispatcher
 
     from kvferry.integrations.sglang.answers import Answers, Step
+    from kvferry.integrations.sglang.prefixes import LoadStep, Prefixes
 
-    answers = Answers(scheduler, queue.kv_manager)
-    scheduler._request_dispatcher += TypeBasedDispatcher([(Step, answers.run)])
-    _answering[:] = [answers]
+    manager = queue.kv_manager
+    answers = Answers(scheduler, manager)
+    _parts[:] = [answers]
+    handlers: list[tuple[type, Any]] = [(Step, answers.run)]
+    if Prefixes.possible(scheduler, manager):
+        manager.loads = Prefixes(scheduler, manager)
+        _parts.append(manager.loads)
+        handlers.append((LoadStep, manager.loads.run))
+    scheduler._request_dispatcher += TypeBasedDispatcher(handlers)
     poller = getattr(scheduler.idle_sleeper, "poller", None)
-    if queue.kv_manager.leader and poller is not None:
+    if manager.leader and poller is not None:
         _wakers[:] = [Waker(poller)]
-        queue.kv_manager.port.on_question(_wakers[0].wake)
+        manager.port.on_question(_wakers[0].wake)
 
 
 def send_along(receiver: Any, received: list[Any] | None, *more: Any, **named: Any) -> tuple[Any, dict[str, Any]]:
-    """Add the next step to what rank 0 has received, before it goes to all ranks."""
-    if _answering and received is not None:
+    """Add the next steps to what rank 0 has received, before it goes to all ranks."""
+    if received is not None:
         for waker in _wakers:
             waker.clear()
-        step = _answering[0].next_step()
-        received = received if step is None else [*received, step]
+        steps = (part.next_step() for part in _parts)
+        received = [*received, *(step for step in steps if step is not None)]
     return (receiver, received, *more), named
 
 
 def is_idle(idle: bool, _: Any, for_health_check: bool = False, **__: Any) -> bool:
     """Return whether SGLang may empty its cache: not while pages are held. A health check asks whether it computes."""
-    return idle and (for_health_check or not (_answering and _answering[0].holding))
+    return idle and (for_health_check or not any(part.holding for part in _parts))
 
 
 def _hooked(name: str) -> bool:
