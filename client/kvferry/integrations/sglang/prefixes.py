@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from kvferry import Blocks, Prompt
-from kvferry.engine import Grant, Offer, ReadEnd, SchedulerPort, WorkerOutput
+from kvferry.engine import Grant, ReadEnd, SchedulerPort, WorkerOutput
 from kvferry.errors import KvferryError
 from kvferry.integrations.sglang.manager import PREFIX_SOURCE, KvferryManager
 from kvferry.integrations.sglang.pools import FULL
@@ -86,11 +86,10 @@ class Prefixes:
         self._loads: dict[int, _Load] = {}
         """By numbers that are the same on all ranks."""
         self._number = 0
-        # On rank 0.
-        self._offers: dict[int, Offer] = {}
-        self._reading: set[int] = set()
+        # On rank 0, loads by what they wait for: an answer, batches that may still write to their pages, bytes.
+        self._asked: set[int] = set()
         self._computing: dict[int, tuple[object, ...]] = {}
-        """Batches of which the device may still write to the pages of a load."""
+        self._reading: set[int] = set()
         self._ends: list[tuple[int, bool]] = []
 
     @staticmethod
@@ -143,12 +142,13 @@ class Prefixes:
         if source == self._port.engine_reference:
             self._ends.append((number, False))
             return
+        wait = self._manager.prefix_wait
         try:
-            self._port.ask(
-                str(number), source, prompt, first_token=first, wait=self._manager.prefix_wait, timeout=MOST_TIME
-            )
+            self._port.ask(str(number), source, prompt, first_token=first, wait=wait, timeout=MOST_TIME)
         except KvferryError as error:
             self._missed(number, error)
+        else:
+            self._asked.add(number)
 
     def _missed(self, number: int, error: KvferryError) -> None:
         logger.debug("no prefix is read: %s", error)
@@ -170,21 +170,24 @@ class Prefixes:
 
     def _granted(self, number: int) -> list[tuple[int, int]]:
         """Return a load that was granted now, with the end of its tokens."""
+        if number not in self._asked:
+            return []
         try:
             offer = self._port.granted(str(number))
         except KvferryError as error:
+            self._asked.remove(number)
             self._missed(number, error)
             return []
-        if offer is None or number in self._offers:
+        if offer is None:
             return []
+        self._asked.remove(number)
         load = self._loads[number]
         end = min(offer.blocks()[FULL].end_token or 0, load.last) // self._page * self._page
-        if end <= load.first:
-            self._port.cancel(str(number))
-            self._ends.append((number, False))
-            return []
-        self._offers[number] = offer
-        return [(number, end)]
+        if end > load.first:
+            return [(number, end)]
+        self._port.cancel(str(number))
+        self._ends.append((number, False))
+        return []
 
     def _attached(self) -> tuple[Grant, ...]:
         """Return the grants of loads whose pages no batch writes to any more: a read is not ordered after SGLang's work
@@ -230,7 +233,6 @@ class Prefixes:
                 self._collect(outputs)
         for number, counts in step.ends:
             self._end(self._loads.pop(number), counts)
-            self._offers.pop(number, None)
         for number, end in step.rooms:
             self._make_room(number, end)
         for grant in step.grants:
