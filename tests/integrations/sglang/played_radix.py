@@ -25,10 +25,10 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from kvferry import Blocks, Client, EngineSpec, Prompt, Read
 from kvferry.engine import SchedulerPort, WorkerOutput, WorkerPort
 from kvferry.geometry import shard
-from kvferry.integrations.sglang.answers import Answers, Step
+from kvferry.integrations.sglang.answers import AnswerStep, RadixAnswers
+from kvferry.integrations.sglang.loads import LoadStep, RadixLoads
 from kvferry.integrations.sglang.manager import PREFIX_SOURCE, Counts, KvferryManager
 from kvferry.integrations.sglang.pools import Pools, describe_pools
-from kvferry.integrations.sglang.prefixes import LoadStep, Prefixes
 from kvferry.testing import Fabric
 from tests.support.waiting import until
 
@@ -132,7 +132,7 @@ class Rank:
             chunked_req=None,
         )
         self.manager: Any = Prefill(port, memory.pools, memory.page, share)
-        self.answers = Answers(self.scheduler, self.manager)
+        self.answers = RadixAnswers(self.scheduler, self.manager)
 
 
 class Source:
@@ -170,7 +170,7 @@ class Source:
             flat: Any = tensor
             flat.copy_(torch.arange(flat.numel(), dtype=torch.float32).reshape(flat.shape) + at * 1_000_000)
 
-    def loop(self) -> Step | None:
+    def loop(self) -> AnswerStep | None:
         """Take requests, as SGLang's loop does: what rank 0 decides goes to all ranks."""
         step = self.leader.answers.next_step()
         if step is not None:
@@ -235,7 +235,7 @@ class Reader:
         spec = EngineSpec("reader", memories[0].pools.groups, ranks)
         self.port = SchedulerPort(clients[0], spec, hold_until_quiet=True)
         self.ranks: list[Rank] = []
-        self.loads: list[Prefixes] = []
+        self.loads: list[RadixLoads] = []
         reports: list[WorkerOutput] = []
         for at, (memory, client) in enumerate(zip(memories, clients, strict=True)):
             worker = WorkerPort(client, spec, at, token=str(self.port.token))
@@ -243,9 +243,9 @@ class Reader:
             rank = Rank(memory, None if at else self.port)
             rank.manager = Reporting(rank.manager._port, memory.pools, PAGE, 1.0)
             rank.manager.reports = reports
-            assert Prefixes.possible(rank.scheduler, rank.manager)
+            assert RadixLoads.possible(rank.scheduler, rank.manager)
             rank.manager.worker = worker
-            rank.manager.loads = Prefixes(rank.scheduler, rank.manager)
+            rank.manager.loads = RadixLoads(rank.scheduler, rank.manager)
             self.ranks.append(rank)
             self.loads.append(rank.manager.loads)
 

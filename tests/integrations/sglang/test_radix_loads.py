@@ -12,7 +12,7 @@ import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 from kvferry import Prompt
-from kvferry.integrations.sglang import prefixes
+from kvferry.integrations.sglang import loads
 from kvferry.integrations.sglang.sender import KvferrySender
 from kvferry.testing import Fabric
 from tests.integrations.sglang.played import PROMPT, ROOM, PlayedManager
@@ -188,7 +188,7 @@ def test_nobody_is_asked_for_other_requests(fabric: Fabric, source: Source, chan
 
 
 def test_number_of_loads_is_bounded(fabric: Fabric, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "MOST_LOADS", 1)
+    monkeypatch.setattr(loads, "MOST_LOADS", 1)
     reader = Reader(fabric)
     first = reader.want(TEXT, source.port.engine_reference)
     assert first

@@ -18,7 +18,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.utils import TypeBasedDispatcher
 
 from kvferry.integrations.sglang import stepping
-from kvferry.integrations.sglang.answers import Step
+from kvferry.integrations.sglang.answers import AnswerStep
 from kvferry.integrations.sglang.stepping import (
     IS_IDLE,
     MAKES_HANDLERS,
@@ -97,11 +97,11 @@ def test_step_goes_to_the_ranks_with_requests_and_is_handled_as_one(
     # Ranks other than the first have received nothing.
     assert take(None) is None
     read = Asker(fabric, source).ask(TEXT)
-    steps: list[Step] = []
+    steps: list[AnswerStep] = []
 
     def answered() -> bool:
         for each in take([]):
-            assert isinstance(each, Step)
+            assert isinstance(each, AnswerStep)
             assert scheduler._request_dispatcher(each) is None
             steps.append(each)
         return read.done() and not stepping._parts[0].holding

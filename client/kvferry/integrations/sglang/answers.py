@@ -1,4 +1,4 @@
-"""Answers the questions of other engines for the KV of a prompt's beginning, from SGLang's radix cache."""
+"""RadixAnswers the questions of other engines for the KV of a prompt's beginning, from SGLang's radix cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.common import kv_to_page_indices
 
 from kvferry import Blocks, MissReason, Prompt, Publication, Question
 from kvferry.errors import KvferryError
-from kvferry.integrations.sglang.cached import Held, Lookup, RadixPrefixes
+from kvferry.integrations.sglang.cached import Held, RadixLookup, RadixPrefixes
 from kvferry.integrations.sglang.manager import KvferryManager
 
 logger = logging.getLogger(__name__)
@@ -23,17 +23,17 @@ MOST_TOKENS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class AnswerStep:
     """What every rank does next, by the decision of rank 0. It takes the way of SGLang's requests from rank to rank, so
     that all ranks do it between the same two batches."""
 
-    lookups: tuple[Lookup, ...]
+    lookups: tuple[RadixLookup, ...]
     freed: tuple[int, ...]
     """Numbers of lookups whose pages are held no longer."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _RadixAnswer:
     """An answer on rank 0. It is published when none of `computing`, SGLang's batches whose results are to come, is
     open: SGLang adds what a batch computes to its cache before the device has computed it."""
 
@@ -43,8 +43,8 @@ class _Answer:
     computing: tuple[object, ...]
 
 
-class Answers:
-    """Answers questions on all ranks of prefill: rank 0 has them, and publishes.
+class RadixAnswers:
+    """RadixAnswers questions on all ranks of prefill: rank 0 has them, and publishes.
 
     `scheduler` is SGLang's. Without a cache that can be looked up, every question is a miss.
     """
@@ -61,7 +61,7 @@ class Answers:
         self._open: deque[Question] = deque()
         self._asked: dict[int, Question] = {}
         """Questions of lookups that are under way to the ranks."""
-        self._found: list[_Answer] = []
+        self._found: list[_RadixAnswer] = []
         self._published: dict[int, Publication] = {}
         self._freed: list[int] = []
 
@@ -72,7 +72,7 @@ class Answers:
 
     # On rank 0.
 
-    def next_step(self) -> Step | None:
+    def next_step(self) -> AnswerStep | None:
         """Return what every rank does next; None: nothing. Called whenever SGLang takes requests."""
         self._publish()
         for number, publication in [*self._published.items()]:
@@ -81,15 +81,15 @@ class Answers:
                 self._freed.append(number)
         lookups = self._lookups()
         freed, self._freed = tuple(self._freed), []
-        return Step(lookups, freed) if lookups or freed else None
+        return AnswerStep(lookups, freed) if lookups or freed else None
 
-    def _lookups(self) -> tuple[Lookup, ...]:
+    def _lookups(self) -> tuple[RadixLookup, ...]:
         questions = self._manager.port.questions()
         if questions:
             # Ended ones must not wait for their turn: each may have 1 MiB.
             self._open = deque(question for question in self._open if question.open)
             self._open += questions
-        found: list[Lookup] = []
+        found: list[RadixLookup] = []
         left = MOST_TOKENS
         while self._open and left > 0:
             question = self._open.popleft()
@@ -99,7 +99,7 @@ class Answers:
                 found.append(lookup)
         return tuple(found)
 
-    def _lookup(self, question: Question) -> Lookup | None:
+    def _lookup(self, question: Question) -> RadixLookup | None:
         """Return what the ranks shall look up for a question; None: it is answered."""
         prompt = question.prompt
         namespace = self._manager.adapters.get(prompt.adapter) if prompt.adapter else None
@@ -108,7 +108,7 @@ class Answers:
             return None
         self._number += 1
         self._asked[self._number] = question
-        return Lookup(self._number, _tokens(prompt), namespace, question.first_token)
+        return RadixLookup(self._number, _tokens(prompt), namespace, question.first_token)
 
     def _answer(self, number: int, held: Held | MissReason) -> None:
         question = self._asked.pop(number)
@@ -116,7 +116,7 @@ class Answers:
             self._manager.port.miss(question, held)
             return
         computing = tuple(result for _, result in self._scheduler.result_queue)
-        self._found.append(_Answer(number, question, self._blocks(held, question.first_token), computing))
+        self._found.append(_RadixAnswer(number, question, self._blocks(held, question.first_token), computing))
 
     def _blocks(self, held: Held, first_token: int) -> dict[str, Blocks]:
         page = int(self._manager.kv_args.page_size)
@@ -135,7 +135,7 @@ class Answers:
         if not self._found:
             return
         computing = {id(result) for _, result in self._scheduler.result_queue}
-        waiting: list[_Answer] = []
+        waiting: list[_RadixAnswer] = []
         for answer in self._found:
             if any(id(result) in computing for result in answer.computing):
                 waiting.append(answer)
@@ -143,7 +143,7 @@ class Answers:
                 self._freed.append(answer.number)
         self._found = waiting
 
-    def _published_now(self, answer: _Answer) -> bool:
+    def _published_now(self, answer: _RadixAnswer) -> bool:
         question = answer.question
         if not question.open:
             return False
@@ -158,7 +158,7 @@ class Answers:
 
     # On every rank.
 
-    def run(self, step: Step) -> None:
+    def run(self, step: AnswerStep) -> None:
         """Do what rank 0 has decided. SGLang calls this for the step as for a request."""
         prefixes = self._prefixes
         if prefixes is None:

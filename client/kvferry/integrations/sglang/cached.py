@@ -17,7 +17,7 @@ from kvferry import MissReason
 
 
 @dataclass(frozen=True, slots=True)
-class Lookup:
+class RadixLookup:
     """A prompt that every rank looks up.
 
     Attributes:
@@ -69,7 +69,7 @@ class RadixPrefixes:
             return None
         return RadixPrefixes(tree, pages, share)
 
-    def hold(self, lookup: Lookup) -> Held | MissReason:
+    def hold(self, lookup: RadixLookup) -> Held | MissReason:
         """Look up a prompt, and hold what the cache has of it, if that reaches behind the first token wanted. SGLang
         does not evict the pages until `free`."""
         match = self._tree.match_prefix(MatchPrefixParams(key=RadixKey(lookup.tokens, lookup.namespace)))

@@ -52,7 +52,7 @@ class KvferrySender(BaseKVSender):  # type: ignore[misc]
         self._reference = room_reference(mgr.own_source, bootstrap_room) if claimed else ""
 
     def expect_prompt(self, rid: str, prompt: Prompt, load: int = 0) -> None:
-        """Take SGLang's request id, the prompt, and the number of its load (0: none): see `hooks` and `prefixes`."""
+        """Take SGLang's request id, the prompt, and the number of its load (0: none): see `hooks` and `loads`."""
         self._name = request_name(self.bootstrap_room, rid)
         self._prompt = prompt
         self._load = load

@@ -19,7 +19,7 @@ IS_IDLE = "sglang.srt.managers.scheduler.Scheduler.is_fully_idle"
 """SGLang's methods that are hooked."""
 
 _parts: list[Any] = []
-"""The `Answers` and `Prefixes` of this process, once its scheduler is made, if this is prefill with the backend."""
+"""The `RadixAnswers` and `RadixLoads` of this process, once its scheduler is made; none but in prefill."""
 _wakers: list[Waker] = []
 """On rank 0, if its scheduler sleeps."""
 
@@ -31,15 +31,15 @@ def exchange_prefixes(_: None, scheduler: Any, *__: Any, **___: Any) -> None:
         return
     from sglang.utils import TypeBasedDispatcher
 
-    from kvferry.integrations.sglang.answers import Answers, Step
-    from kvferry.integrations.sglang.prefixes import LoadStep, Prefixes
+    from kvferry.integrations.sglang.answers import AnswerStep, RadixAnswers
+    from kvferry.integrations.sglang.loads import LoadStep, RadixLoads
 
     manager = queue.kv_manager
-    answers = Answers(scheduler, manager)
+    answers = RadixAnswers(scheduler, manager)
     _parts[:] = [answers]
-    handlers: list[tuple[type, Any]] = [(Step, answers.run)]
-    if Prefixes.possible(scheduler, manager):
-        manager.loads = Prefixes(scheduler, manager)
+    handlers: list[tuple[type, Any]] = [(AnswerStep, answers.run)]
+    if RadixLoads.possible(scheduler, manager):
+        manager.loads = RadixLoads(scheduler, manager)
         _parts.append(manager.loads)
         handlers.append((LoadStep, manager.loads.run))
     scheduler._request_dispatcher += TypeBasedDispatcher(handlers)

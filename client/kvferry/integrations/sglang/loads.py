@@ -22,7 +22,7 @@ from kvferry.integrations.sglang.pools import FULL
 logger = logging.getLogger(__name__)
 
 MOST_LOADS = 64
-"""Prefixes that are wanted at once; further requests are computed."""
+"""RadixLoads that are wanted at once; further requests are computed."""
 
 MOST_TIME = 30.0
 """Most seconds for the read of a prefix. Then the request is computed."""
@@ -30,7 +30,7 @@ MOST_TIME = 30.0
 
 @dataclass(frozen=True, slots=True)
 class LoadStep:
-    """What every rank does next for loads, by the decision of rank 0; see `answers.Step`.
+    """What every rank does next for loads, by the decision of rank 0; see `AnswerStep`.
 
     Attributes:
         rooms: numbers of loads that need pages, each with the end of its tokens.
@@ -68,7 +68,7 @@ class _Load:
     end: int = 0
 
 
-class Prefixes:
+class RadixLoads:
     """Reads what requests of prefill lack in SGLang's radix cache, on all ranks, and lets SGLang compute the rest. No
     request fails by it.
 
