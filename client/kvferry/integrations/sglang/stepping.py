@@ -18,6 +18,9 @@ SENDS_TO_RANKS = (
 IS_IDLE = "sglang.srt.managers.scheduler.Scheduler.is_fully_idle"
 """SGLang's methods that are hooked."""
 
+READ = "tree_cache", "token_to_kv_pool_allocator", "result_queue", "chunked_req", "_engine_paused"
+"""What is read of SGLang's scheduler beside its queue of prefill."""
+
 _parts: list[Any] = []
 """The `RadixAnswers` and `RadixLoads` of this process, once its scheduler is made; none but in prefill."""
 _wakers: list[Waker] = []
@@ -25,9 +28,11 @@ _wakers: list[Waker] = []
 
 
 def exchange_prefixes(_: None, scheduler: Any, *__: Any, **___: Any) -> None:
-    """Make a scheduler of prefill answer questions, and ask some, if all hooks are installed."""
+    """Make a scheduler of prefill answer questions, and ask some, if this version of SGLang has what that needs."""
     queue = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
-    if queue is None or queue.transfer_backend.value != BACKEND or not all(map(_hooked, (SENDS_TO_RANKS, IS_IDLE))):
+    if queue is None or queue.transfer_backend.value != BACKEND:
+        return
+    if not all(map(_hooked, (SENDS_TO_RANKS, IS_IDLE))) or not all(hasattr(scheduler, name) for name in READ):
         return
     from sglang.utils import TypeBasedDispatcher
 
