@@ -44,7 +44,7 @@ class _RadixAnswer:
 
 
 class RadixAnswers:
-    """RadixAnswers questions on all ranks of prefill: rank 0 has them, and publishes.
+    """Answers questions on all ranks of prefill: rank 0 has them, and publishes.
 
     `scheduler` is SGLang's. Without a cache that can be looked up, every question is a miss.
     """
