@@ -1,4 +1,4 @@
-"""RadixAnswers the questions of other engines for the KV of a prompt's beginning, from SGLang's radix cache."""
+"""Answers the questions of other engines for the KV of a prompt's beginning, from SGLang's radix cache."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from kvferry.integrations.sglang.pools import FULL
 logger = logging.getLogger(__name__)
 
 MOST_LOADS = 64
-"""RadixLoads that are wanted at once; further requests are computed."""
+"""Prefixes that are wanted at once; further requests are computed."""
 
 MOST_TIME = 30.0
 """Most seconds for the read of a prefix. Then the request is computed."""
