@@ -44,10 +44,12 @@ behind them (4 s; with 16,384 calls 20 s, and leases are lost)."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # A peer that vanished (power, network) closes no connection. Pings detect the loss within 15 s while calls or
-    # streams are open. A channel without calls sends no pings, so that idle clients cost nothing.
+    # A peer that vanished (power, network) or is stopped closes no connection. Pings detect the loss within 15 s while
+    # calls or streams are open. A channel without calls sends no pings, so that idle clients cost nothing. Without
+    # `ping_timeout_ms`, gRPC waits a minute for a process whose host still acknowledges what it is sent.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 0),
     # A Watch may be silent for hours. By default gRPC stops pinging after two pings without data between them.
     ("grpc.http2.max_pings_without_data", 0),
@@ -69,9 +71,10 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
     # Otherwise gRPC takes in megabytes of each request that waits to be read, where it now takes 64 KiB.
     ("grpc.http2.bdp_probe", 0),
-    # A Watch shows that its process is alive, so a host that vanished must be detected: within 15 s.
+    # A Watch shows that its process is alive, so one that vanished or is stopped must be detected: within 15 s.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     # Clients that ping more often are disconnected ("too many pings"). kvferry's clients ping every 10 s; other
     # libraries may ping more often. gRPC ignores the spelling `min_recv_ping_interval_without_data_ms`.

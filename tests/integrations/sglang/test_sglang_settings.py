@@ -23,6 +23,8 @@ def test_settings_read_every_variable() -> None:
             "KVFERRY_START_TIMEOUT": "5",
             "KVFERRY_LAYER_NAMES": "layers.{}",
             "KVFERRY_PROMPT_CHECK": "require",
+            "KVFERRY_PREFIX_SHARE": "0",
+            "KVFERRY_PREFIX_WAIT": "2",
             "KVFERRY_TLS_CA": "/ca.pem",
         }
     )
@@ -31,6 +33,7 @@ def test_settings_read_every_variable() -> None:
     assert (found.directory, found.read_timeout, found.start_timeout) == ("file:///homes.json", 30.0, 5.0)
     assert found.layer_names.format(3) == "layers.3"
     assert found.prompt_check == "require"
+    assert (found.prefix_share, found.prefix_wait) == (0.0, 2.0)
     assert found.tls is not None
     assert found.tls.ca == Path("/ca.pem")
 
@@ -44,6 +47,10 @@ def test_settings_read_every_variable() -> None:
         ("KVFERRY_START_TIMEOUT", "inf"),
         ("KVFERRY_LAYER_NAMES", "layers"),
         ("KVFERRY_PROMPT_CHECK", "on"),
+        ("KVFERRY_PREFIX_SHARE", "1.1"),
+        ("KVFERRY_PREFIX_SHARE", "all"),
+        ("KVFERRY_PREFIX_WAIT", "0"),
+        ("KVFERRY_PREFIX_WAIT", "2.1"),
     ],
 )
 def test_errors_of_wrong_values_name_the_variable(name: str, given: str) -> None:

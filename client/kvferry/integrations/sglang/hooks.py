@@ -44,10 +44,13 @@ def holds_until_quiet() -> bool:
 
 
 def tell_sender(made: bool, queue: Any, request: Any, *_: Any, **__: Any) -> None:
-    """Give a new sender the id and the prompt of its request."""
+    """Give a new sender the id and the prompt of its request, and the manager the request."""
     expect = getattr(request.disagg_kv_sender, "expect_prompt", None) if made else None
     if expect is not None:
-        expect(request.rid, prompt_of(request, queue.scheduler))
+        prompt = prompt_of(request, queue.scheduler)
+        manager = request.disagg_kv_sender.kv_mgr
+        manager.see(request, prompt.adapter)
+        expect(request.rid, prompt, 0 if manager.loads is None else manager.loads.want(request, prompt))
 
 
 def tell_receiver(decode_request: Any, queue: Any, request: Any, *_: Any, **__: Any) -> None:

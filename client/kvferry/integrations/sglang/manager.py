@@ -21,6 +21,7 @@ from sglang.srt.utils.network import NetworkAddress
 from transformers import AutoConfig
 
 from kvferry import Blocks, Cache, Client, EngineSpec, Prompt, Publication, Read, Release, SchedulerPort, shard
+from kvferry.engine import WorkerOutput, WorkerPort
 from kvferry.errors import InvalidField, KvferryError
 from kvferry.integrations.identity import cache_identity
 from kvferry.integrations.sglang.aux_rows import AuxRows
@@ -43,6 +44,12 @@ REPEATED = "the request's bootstrap_room is that of another request, which is un
 
 SHOWN = "reads.outcomes", "reads.failures", "reads.prompts", "ranks.bytes", "source.published", "source.released"
 """The metrics of `METRICS` that a rank counts."""
+
+PREFIX_SOURCE = "kvferry_prefix_source"
+"""The field of a request's ``custom_params``, and of its answer's ``meta_info``, with the engine reference."""
+
+MOST_ADAPTERS = 1024
+"""Most remembered LoRA adapters. The prompts of one that was forgotten are not looked up."""
 
 Pages = npt.NDArray[np.int32]
 
@@ -94,10 +101,12 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
     reduction over the ranks, and every layer's attention precedes that reduction.
 
     SGLang reads `kv_args`, its own description of the pools, and `prefill_info_table`, see `_Reachable`. The `leader`
-    is rank 0.
+    is rank 0. `adapters` are the names of the LoRA adapters of prefill's latest requests, with SGLang's ids of them.
+    `loads` are the `RadixLoads` of prefill, if it can have any, once its scheduler is made.
     """
 
     enable_deferred_decode_kv_release = True
+    loads: Any = None
 
     def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
         self.kv_args = args
@@ -129,18 +138,18 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         self._client: Client = self._settings.client()
         self._port: SchedulerPort | None = None
         token = self._open(spec, parallel.tp_group)
-        self._cache: Cache = self._client.register_cache(
-            spec,
-            int(parallel.tp_rank),
-            tensors=self.pools.tensors,
+        self.worker = WorkerPort(self._client, spec, int(parallel.tp_rank), token=token)
+        self._cache: Cache = self.worker.register(
+            self.pools.tensors,
             planes=self.pools.planes,
             # Planes declare the heads of each rank; a plane with a whole axis is latent, and equal on all ranks.
             replicated=True,
             labels={"tp_rank": int(parallel.tp_rank)},
-            token=token,
             serve=mode == "prefill",
             timeout=self._settings.start_timeout,
         )
+        self.prefix_share, self.prefix_wait = self._settings.prefix_share, self._settings.prefix_wait
+        self.adapters: dict[str, str] = {}
         self._released: dict[int, Release] = {}
         self._reads: dict[int, Read] = {}
         self._requests: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -161,7 +170,8 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         opened, error = "", None
         if self.leader:
             try:
-                self._port = SchedulerPort(self._client, spec, timeout=self._settings.start_timeout)
+                timeout = self._settings.start_timeout
+                self._port = SchedulerPort(self._client, spec, hold_until_quiet=True, timeout=timeout)
                 opened = str(self._port.token)
             except KvferryError as failed:
                 # Raised after the broadcast: the other ranks wait for the token.
@@ -238,6 +248,26 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         found = self._released.pop(publication.number, None)
         if found is None:
             self.breathe()
+        return found
+
+    def see(self, request: Any, adapter: str) -> None:
+        """Take notice of a request of prefill with this LoRA adapter: questions name adapters. If it asks for this
+        engine's reference, its answer has it."""
+        if not self.leader:
+            return
+        if adapter:
+            self.adapters.pop(adapter, None)
+            self.adapters[adapter] = request.lora_id
+            if len(self.adapters) > MOST_ADAPTERS:
+                del self.adapters[next(iter(self.adapters))]
+        if PREFIX_SOURCE in (request.sampling_params.custom_params or ()):
+            request.customized_info = {**(request.customized_info or {}), PREFIX_SOURCE: [self.port.engine_reference]}
+
+    def gathered(self, output: WorkerOutput) -> list[WorkerOutput]:
+        """Return the outputs of all ranks' workers, of which each rank gives its own."""
+        if self.parties == 1:
+            return [output]
+        found: list[WorkerOutput] = get_parallel().tp_group.all_gather_object(output)
         return found
 
     @property

@@ -20,6 +20,14 @@ from kvferry.integrations.sglang.hooks import (
     tell_receiver,
     tell_sender,
 )
+from kvferry.integrations.sglang.stepping import (
+    IS_IDLE,
+    MAKES_HANDLERS,
+    SENDS_TO_RANKS,
+    exchange_prefixes,
+    is_idle,
+    send_along,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +56,9 @@ def register() -> None:
         (MAKES_SENDERS, tell_sender, HookType.AFTER),
         (MAKES_RECEIVERS, tell_receiver, HookType.AFTER),
         (resolve, _retract_without_a_device, HookType.BEFORE),
+        (MAKES_HANDLERS, exchange_prefixes, HookType.AFTER),
+        (SENDS_TO_RANKS, send_along, HookType.BEFORE),
+        (IS_IDLE, is_idle, HookType.AFTER),
     ):
         HookRegistry.register(method, hook, when)
 

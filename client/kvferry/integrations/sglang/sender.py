@@ -43,6 +43,7 @@ class KvferrySender(BaseKVSender):  # type: ignore[misc]
         self._row = -1
         self._name = ""
         self._prompt = Prompt.unknown
+        self._load = 0
         self._sent = False
         self._publication: Publication | None = None
         self._release: Release | None = None
@@ -50,10 +51,11 @@ class KvferrySender(BaseKVSender):  # type: ignore[misc]
         claimed = mgr.leader and not self._failure
         self._reference = room_reference(mgr.own_source, bootstrap_room) if claimed else ""
 
-    def expect_prompt(self, rid: str, prompt: Prompt) -> None:
-        """Take SGLang's request id, and the prompt: see `hooks`."""
+    def expect_prompt(self, rid: str, prompt: Prompt, load: int = 0) -> None:
+        """Take SGLang's request id, the prompt, and the number of its load (0: none): see `hooks` and `loads`."""
         self._name = request_name(self.bootstrap_room, rid)
         self._prompt = prompt
+        self._load = load
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         """Take the number of pages to come, and the request's row of the auxiliary buffers."""
@@ -85,6 +87,9 @@ class KvferrySender(BaseKVSender):  # type: ignore[misc]
             self._failure = f"{type(error).__name__}: {error}"
 
     def poll(self) -> Any:
+        if self._load and not self._failure and self.kv_mgr.loads.waits(self._load):
+            # The request stays in SGLang's bootstrap queue.
+            return KVPoll.Bootstrapping
         if not self.kv_mgr.leader:
             return KVPoll.Success if self._sent else KVPoll.WaitingForInput
         if self._publication is None:

@@ -32,6 +32,8 @@ class Settings:
     start_timeout: float  # seconds for which the engine waits for its node server
     layer_names: str  # names of the layers, with ``{}`` for their numbers; engines read only layers of the same names
     prompt_check: str  # "compare", "require" or "off": see `Client`
+    prefix_share: float  # share of the pages that may be held for engines that have asked for prefixes
+    prefix_wait: float  # seconds that a request waits for the answer of an engine that is asked for its prefix
     tls: TlsConfig | None  # of the PEM files TLS_CA, TLS_CERT and TLS_KEY; None: no TLS
 
     @classmethod
@@ -57,6 +59,8 @@ class Settings:
             start_timeout=_seconds(environment, "KVFERRY_START_TIMEOUT", "30"),
             layer_names=layers,
             prompt_check=check,
+            prefix_share=_bounded(environment, "KVFERRY_PREFIX_SHARE", "0.25", 0.0, 1.0),
+            prefix_wait=_bounded(environment, "KVFERRY_PREFIX_WAIT", "0.2", 0.001, 2.0),
             tls=TlsConfig(**tls) if tls else None,
         )
 
@@ -98,11 +102,22 @@ def check_supported(kv_args: Any, parallel: Any, disagg: Any, memory: Any, draft
 
 
 def _seconds(environment: Mapping[str, str], name: str, default: str) -> float:
-    given = environment.get(name) or default
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = -1.0
+    seconds = _number(environment, name, default)
     if not 0 < seconds < float("inf"):
-        raise InvalidField(name, given, "seconds, more than 0")
+        raise InvalidField(name, environment[name], "seconds, more than 0")
     return seconds
+
+
+def _bounded(environment: Mapping[str, str], name: str, default: str, least: float, most: float) -> float:
+    found = _number(environment, name, default)
+    if not least <= found <= most:
+        raise InvalidField(name, environment[name], f"a number from {least:g} to {most:g}")
+    return found
+
+
+def _number(environment: Mapping[str, str], name: str, default: str) -> float:
+    """Return the number that a variable has; not a number where it has something else."""
+    try:
+        return float(environment.get(name) or default)
+    except ValueError:
+        return float("nan")

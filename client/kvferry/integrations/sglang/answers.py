@@ -1,0 +1,185 @@
+"""Answers the questions of other engines for the KV of a prompt's beginning, from SGLang's radix cache."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from sglang.srt.mem_cache.common import kv_to_page_indices
+
+from kvferry import Blocks, MissReason, Prompt, Publication, Question
+from kvferry.errors import KvferryError
+from kvferry.integrations.sglang.cached import Held, RadixLookup, RadixPrefixes
+from kvferry.integrations.sglang.manager import KvferryManager
+
+logger = logging.getLogger(__name__)
+
+MOST_TOKENS = 1 << 18
+"""Tokens after which a step leaves further questions to the next one; a question has at most about as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerStep:
+    """What every rank does next, by the decision of rank 0. It takes the way of SGLang's requests from rank to rank, so
+    that all ranks do it between the same two batches."""
+
+    lookups: tuple[RadixLookup, ...]
+    freed: tuple[int, ...]
+    """Numbers of lookups whose pages are held no longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _RadixAnswer:
+    """An answer on rank 0. It is published when none of `computing`, SGLang's batches whose results are to come, is
+    open: SGLang adds what a batch computes to its cache before the device has computed it."""
+
+    number: int
+    question: Question
+    blocks: dict[str, Blocks]
+    computing: tuple[object, ...]
+
+
+class RadixAnswers:
+    """Answers questions on all ranks of prefill: rank 0 has them, and publishes.
+
+    `scheduler` is SGLang's. Without a cache that can be looked up, every question is a miss.
+    """
+
+    def __init__(self, scheduler: Any, manager: KvferryManager) -> None:
+        self._scheduler = scheduler
+        self._manager = manager
+        self._prefixes = RadixPrefixes.of(
+            scheduler.tree_cache, manager.pools.groups[0].num_blocks, manager.prefix_share
+        )
+        self._held: dict[int, Held] = {}
+        """By the number of the lookup; the same on all ranks."""
+        self._number = 0
+        self._open: deque[Question] = deque()
+        self._asked: dict[int, Question] = {}
+        """Questions of lookups that are under way to the ranks."""
+        self._found: list[_RadixAnswer] = []
+        self._published: dict[int, Publication] = {}
+        self._freed: list[int] = []
+
+    @property
+    def holding(self) -> bool:
+        """Whether pages are held. The same on all ranks."""
+        return bool(self._held)
+
+    # On rank 0.
+
+    def next_step(self) -> AnswerStep | None:
+        """Return what every rank does next; None: nothing. Called whenever SGLang takes requests."""
+        self._publish()
+        for number, publication in [*self._published.items()]:
+            if self._manager.take_release(publication) is not None:
+                del self._published[number]
+                self._freed.append(number)
+        lookups = self._lookups()
+        freed, self._freed = tuple(self._freed), []
+        return AnswerStep(lookups, freed) if lookups or freed else None
+
+    def _lookups(self) -> tuple[RadixLookup, ...]:
+        questions = self._manager.port.questions()
+        if questions:
+            # Ended ones must not wait for their turn: each may have 1 MiB.
+            self._open = deque(question for question in self._open if question.open)
+            self._open += questions
+        found: list[RadixLookup] = []
+        left = MOST_TOKENS
+        while self._open and left > 0:
+            question = self._open.popleft()
+            lookup = self._lookup(question) if question.open else None
+            if lookup is not None:
+                left -= len(lookup.tokens)
+                found.append(lookup)
+        return tuple(found)
+
+    def _lookup(self, question: Question) -> RadixLookup | None:
+        """Return what the ranks shall look up for a question; None: it is answered."""
+        prompt = question.prompt
+        namespace = self._manager.adapters.get(prompt.adapter) if prompt.adapter else None
+        if self._prefixes is None or (prompt.adapter and namespace is None):
+            self._manager.port.miss(question, MissReason.UNSUPPORTED)
+            return None
+        self._number += 1
+        self._asked[self._number] = question
+        return RadixLookup(self._number, _tokens(prompt), namespace, question.first_token)
+
+    def _answer(self, number: int, held: Held | MissReason) -> None:
+        question = self._asked.pop(number)
+        if isinstance(held, MissReason):
+            self._manager.port.miss(question, held)
+            return
+        computing = tuple(result for _, result in self._scheduler.result_queue)
+        self._found.append(_RadixAnswer(number, question, self._blocks(held, question.first_token), computing))
+
+    def _blocks(self, held: Held, first_token: int) -> dict[str, Blocks]:
+        page = int(self._manager.kv_args.page_size)
+        tokens, first = len(held.pages) * page, first_token // page
+        states = []
+        if self._manager.pools.window:
+            # As SGLang's prefill hands windows over (``_swa_payload`` in sglang/srt/disaggregation/prefill.py; 0.5.23).
+            begin = max(0, tokens - int(self._scheduler.sliding_window_size)) // page * page
+            allocator = self._scheduler.token_to_kv_pool_allocator
+            windowed = allocator.translate_swa_indices_for_transfer(held.slots[begin:])
+            states = [kv_to_page_indices(windowed, page)]
+        return self._manager.blocks(held.pages[first:].astype(np.int32), states, first * page, tokens)
+
+    def _publish(self) -> None:
+        """Publish the answers whose batches are computed."""
+        if not self._found:
+            return
+        computing = {id(result) for _, result in self._scheduler.result_queue}
+        waiting: list[_RadixAnswer] = []
+        for answer in self._found:
+            if any(id(result) in computing for result in answer.computing):
+                waiting.append(answer)
+            elif not self._published_now(answer):
+                self._freed.append(answer.number)
+        self._found = waiting
+
+    def _published_now(self, answer: _RadixAnswer) -> bool:
+        question = answer.question
+        if not question.open:
+            return False
+        name = f"prefix-{question.number}"
+        try:
+            publication = self._manager.publish(question.reference, name, answer.blocks, b"", question.prompt)
+        except KvferryError as error:
+            logger.info("question %d could not be answered: %s", question.number, error)
+            return False
+        self._published[answer.number] = publication
+        return True
+
+    # On every rank.
+
+    def run(self, step: AnswerStep) -> None:
+        """Do what rank 0 has decided. SGLang calls this for the step as for a request."""
+        prefixes = self._prefixes
+        if prefixes is None:
+            return
+        for number in step.freed:
+            prefixes.free(self._held.pop(number))
+        for lookup in step.lookups:
+            # A paused engine may get other weights, and empties its cache first.
+            held = MissReason.BUSY if self._scheduler._engine_paused else prefixes.hold(lookup)
+            if isinstance(held, Held):
+                self._held[lookup.number] = held
+            if self._manager.leader:
+                self._answer(lookup.number, held)
+        if self._manager.leader:
+            self._publish()
+
+
+def _tokens(prompt: Prompt) -> array[int]:
+    """Return the tokens of a prompt as SGLang keeps them, up to the first input: in its place, SGLang has its own
+    hashes."""
+    end = min((len(prompt), *(each.offset for each in prompt.inputs)))
+    tokens = array("q")
+    tokens.frombytes(prompt.token_ids[:end].astype(np.int64).tobytes())
+    return tokens
