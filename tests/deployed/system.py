@@ -45,6 +45,7 @@ class System:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=TIMEOUT,
             check=False,
             env={"PATH": "/opt/kvferry/bin:/usr/sbin:/usr/bin:/sbin:/bin"},
