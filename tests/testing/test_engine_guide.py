@@ -198,7 +198,7 @@ async def several_processes(fabric: Fabric, *, fails: bool) -> None:
 
 
 def test_each_wait_of_the_table_exists() -> None:
-    named = {
+    named: dict[str, list[tuple[type, type]]] = {
         "port": [(SchedulerPort, AsyncSchedulerPort), (WorkerPort, WorkerPort)],
         "session": [(EngineSession, AsyncSession)],
         "read": [(Read, Read)],
@@ -216,6 +216,5 @@ def test_a_release_ends_no_wait_for_news(fabric: Fabric) -> None:
     assert not world.port.wait_news(0.0)
     world.read.cancel()
     world.port.abort(world.publication)
-    released = []
-    until(lambda: bool(released.extend(world.port.released()) or released))
+    until(lambda: bool(world.port.released()))
     assert not world.port.wait_news(0.0)

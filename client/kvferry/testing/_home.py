@@ -78,7 +78,6 @@ class InProcessHome:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        await self._relays.close()
         # A closed fabric leaves no thread.
         self._worker.join()
 
