@@ -114,7 +114,7 @@ FACES = {
     "_embed": {"errors", "_forks", "_logs"},
     "aio": {*BELOW, "_session", "_cache", "_client", "engine"},
     "engine": {*BELOW, "_session", "_cache", "_client"},
-    "testing": {*BELOW, "_client", "_network"},
+    "testing": {*BELOW, "_client", "_network", "aio"},
     # Public modules, see `PRIVATE_TO_INTEGRATIONS`.
     "integrations": {"errors", "geometry", "engine", "stats", "testing", "_exposition", "_threads", "_tracing"},
     "_doctor": {"errors", "geometry", "planner", "host_memory", "_transport", "_wire", "v1"},

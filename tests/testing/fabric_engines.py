@@ -8,7 +8,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry import Blocks, Cache, Client, EngineSession, EngineSpec, Group, Publication, Read, ReleaseOutcome
+from kvferry import (
+    Blocks,
+    Cache,
+    Client,
+    EngineSession,
+    EngineSpec,
+    Group,
+    Publication,
+    Read,
+    ReleaseOutcome,
+    StagingOptions,
+)
 from kvferry.geometry import shards
 from kvferry.testing import Fabric
 
@@ -29,7 +40,7 @@ def kv(tokens: int, seed: int = 1) -> Values:
 
 
 class Engine:
-    """An engine of `ranks` tensor-parallel ranks."""
+    """An engine of `ranks` tensor-parallel ranks. `homes`: of its scheduler, and then of each rank; one for all."""
 
     def __init__(
         self,
@@ -39,15 +50,20 @@ class Engine:
         layout: str = "hnd",
         blocks: int = BLOCKS,
         *,
+        homes: Sequence[int] = (0,),
         optimistic: bool = True,
+        staging: StagingOptions | None = None,
         **identity: str,
     ) -> None:
         self.fabric, self.layout, self.blocks = fabric, layout, blocks
         self.spec = EngineSpec(name, (Group("full", block_tokens=BLOCK, num_blocks=blocks),), ranks, identity)
         self.heads = shards(ranks, HEADS)
-        self.scheduler = fabric.client()
+        first, *others = homes if len(homes) > 1 else list(homes) * (ranks + 1)
+        self.scheduler = fabric.client(home=first)
         self.session: EngineSession = self.scheduler.open_engine(self.spec)
-        self.workers: list[Client] = [fabric.client(optimistic=optimistic) for _ in range(ranks)]
+        self.workers: list[Client] = [
+            fabric.client(home=home, optimistic=optimistic, staging=staging) for home in others
+        ]
         self.memory = [self._memory(len(heads)) for heads in self.heads]
         self.caches: list[Cache] = [
             worker.register_cache(

@@ -147,9 +147,8 @@ def ended(question: Question) -> bool:
 
 def outcomes(fabric: Fabric) -> dict[str, int]:
     """How the questions have ended that the home was asked."""
-    home = fabric._home
-    assert home is not None
-    return {outcome.name: count for outcome, count in home._home.journal.questions.items() if count}
+    questions = fabric._homes[fabric.address]._home.journal.questions
+    return {outcome.name: count for outcome, count in questions.items() if count}
 
 
 def test_an_engine_reads_what_another_one_has_cached_of_its_prompt(source: Engine, asker: Engine) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import subprocess
 import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -31,15 +33,20 @@ from tests.testing.fabric_engines import AXES, BLOCKS, HEADS, SOON, Engine, kv
 RATIOS = [(1, 1), (1, 2), (2, 1), (2, 3), (3, 2)]
 
 
+@pytest.mark.parametrize("path", ["auto", "staged"])
 @pytest.mark.parametrize("layout", AXES)
 @pytest.mark.parametrize(("source", "destination"), RATIOS)
-def test_every_byte_arrives_whatever_the_ratio(fabric: Fabric, source: int, destination: int, layout: str) -> None:
-    prefill, decode = Engine(fabric, "p", source, layout), Engine(fabric, "d", destination, layout)
+def test_every_byte_arrives_whatever_the_ratio(
+    fabric: Fabric, source: int, destination: int, layout: str, path: Literal["auto", "staged"]
+) -> None:
+    prefill = Engine(fabric, "p", source, layout)
+    decode = Engine(fabric, "d", destination, layout, staging=StagingOptions(path))
     values, theirs, mine = kv(tokens=18), [7, 8, 3, 30, 0], [21, 5, 6, 7, 29]
     publication = prefill.publish(values, theirs)
     results = [read.result(SOON) for read in decode.read(publication.reference, mine)]
     assert decode.holds(values, mine)
     assert sum(result.bytes for result in results) == values.nbytes
+    assert any(result.staged_bytes for result in results) == (path == "staged")
     assert prefill.outcome(publication).name == "READ"
 
 
@@ -187,6 +194,13 @@ def test_two_fabrics_are_separate() -> None:
         assert one.address != other.address
         Engine(one, "p")
         Engine(other, "p")
+
+
+def test_a_client_of_a_fabric_is_made_as_in_production() -> None:
+    production, on_fabric = (inspect.signature(function).parameters for function in (Client, Fabric.client))
+    shared = on_fabric.keys() & production.keys()
+    assert {"max_reads", "optimistic", "staging"} < shared
+    assert {name: on_fabric[name].default for name in shared} == {name: production[name].default for name in shared}
 
 
 def test_durations_that_make_no_sense_are_refused() -> None:

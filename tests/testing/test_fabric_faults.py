@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 
-from kvferry import Blocks, EngineSpec, Group, ReadState
+from kvferry import AsyncClient, Blocks, EngineSpec, Group, ReadState
 from kvferry.engine import ReadEnd, SchedulerPort, WorkerPort
 from kvferry.errors import (
     Closed,
@@ -58,8 +60,10 @@ def test_the_end_of_a_hold_moves_all_bytes(fabric: Fabric) -> None:
         held.wait(1, timeout=0.01)
 
 
-def test_a_read_cancelled_halfway_is_uncertain_until_its_bytes_have_come(fabric: Fabric) -> None:
-    prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
+@pytest.mark.parametrize("layout", AXES)
+def test_a_read_cancelled_halfway_is_uncertain_until_its_bytes_have_come(fabric: Fabric, layout: str) -> None:
+    # Another layout leaves pieces so small that production would stage them.
+    prefill, decode = Engine(fabric, "p", layout="nhd"), Engine(fabric, "d", layout=layout)
     publication = prefill.publish(VALUES, THEIRS)
     with fabric.hold_reads() as held:
         (read,) = decode.read(publication.reference, MINE)
@@ -210,6 +214,26 @@ def test_a_reader_that_died_pins_the_source_until_its_lease_ends() -> None:
                 fabric.kill(client)
             assert prefill.outcome(publication).name == "UNREAD"
         assert not decode.holds(VALUES, MINE)
+
+
+async def test_a_process_of_an_asyncio_engine_can_die() -> None:
+    with Fabric(engine_ttl=0.2) as fabric:
+        spec = EngineSpec("p", (Group("full", block_tokens=BLOCK, num_blocks=BLOCKS),))
+        memory = {f"layer{layer}": np.zeros((2, BLOCKS, HEADS, BLOCK, DIM), np.uint16) for layer in range(LAYERS)}
+        decode = await asyncio.to_thread(Engine, fabric, "d")
+        async with AsyncClient(fabric.address) as client:
+            cache = await client.register_cache(
+                spec, tensors=memory, axes=AXES["hnd"], heads=range(HEADS), total_heads=HEADS
+            )
+            publication = await cache.session.publish("request", {"full": Blocks(THEIRS)})
+            with fabric.hold_reads() as held:
+                (read,) = decode.read(publication.reference, MINE)
+                await asyncio.to_thread(held.wait)
+                fabric.kill(client)
+                with pytest.raises(TransferFailed, match="is gone"):
+                    await read
+            with pytest.raises(Closed):
+                await cache.session.publish("late", {"full": Blocks([9])})
 
 
 def test_only_clients_of_the_fabric_can_be_killed(fabric: Fabric) -> None:

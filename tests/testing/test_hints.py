@@ -67,9 +67,7 @@ class Pair:
 
 
 def records(fabric: Fabric) -> Any:
-    home = fabric._home
-    assert home is not None
-    return home._home.records
+    return fabric._homes[fabric.address]._home.records
 
 
 def hint_of(publication: Publication) -> pb.Hint:

@@ -206,7 +206,7 @@ class RankRuntime:
         if spec.num_ranks == 1:
             return EngineGeometry(spec.engine_id, spec.groups, (self.rank,), spec.identity, self.token.incarnation)
         if self._whole is None:
-            self._whole = await whole_engine(self.homes.own, engine_ref(self.token), deadline)
+            self._whole = await whole_engine(self.homes.home_of(self.token), engine_ref(self.token), deadline)
         return self._whole
 
     def _drop(self, source: SourceEngine) -> None:

@@ -7,7 +7,8 @@ behave as in gRPC. There is no flow control: unread messages are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
@@ -53,7 +54,7 @@ class InProcessCall(grpc.RpcError):
     def answered(self, message: bytes) -> None:
         """Append a message to the response."""
         if not self.refuse_large(message) and not self.done():
-            self._messages.put(message)
+            self._put(message)
 
     def end(self, code: grpc.StatusCode, details: str, trailing: Metadata = (), *, cancelled: bool = False) -> None:
         """End the call. Idempotent."""
@@ -63,7 +64,7 @@ class InProcessCall(grpc.RpcError):
             self._ended.set_result(ended.result())
             # A future keeps its callbacks, which refer to the call: without them, the call needs no garbage collector.
             self._ended = ended
-            self._messages.put(None)
+            self._put(None)
 
     def refuse_large(self, message: bytes) -> bool:
         """End the call at a message over gRPC's limit, as gRPC does; returns whether the message is too large."""
@@ -79,14 +80,7 @@ class InProcessCall(grpc.RpcError):
         return self
 
     def __next__(self) -> Any:
-        message = self._messages.get()
-        if message is not None and not (self.done() and self.code() in LEFT):
-            return self._decode(message)
-        # For the next call of this method.
-        self._messages.put(None)
-        if self.code() is grpc.StatusCode.OK:
-            raise StopIteration
-        raise self
+        return self._next(self._messages.get(), StopIteration)
 
     def result(self, timeout: float | None = None) -> Any:
         error = self.exception(timeout)
@@ -134,6 +128,37 @@ class InProcessCall(grpc.RpcError):
     def __str__(self) -> str:
         return f"{self.method}: {self._ended.result()[:2] if self.done() else None}"
 
+    def _put(self, message: bytes | None) -> None:
+        self._messages.put(message)
+
+    def _next(self, message: bytes | None, stop: type[Exception]) -> Any:
+        """Decode a message of the response, or raise: `stop` at its end, else the failed call itself."""
+        if message is not None and not (self.done() and self.code() in LEFT):
+            return self._decode(message)
+        # For the next call of this method.
+        self._put(None)
+        raise stop if self.code() is grpc.StatusCode.OK else self
+
+
+class InProcessAioCall(InProcessCall):
+    """A call by a home of another home, as one of `grpc.aio`. Used on the event loop of the fabric only."""
+
+    def __init__(self, method: str, request: bytes, decode: Callable[[bytes], Any], deadline: float | None) -> None:
+        super().__init__(method, request, decode, deadline)
+        self._arrived: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        return self._next(await self._arrived.get(), StopAsyncIteration)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self.__anext__().__await__()
+
+    def _put(self, message: bytes | None) -> None:
+        self._arrived.put_nowait(message)
+
 
 # Code of gRPC's users asks whether an error is a call.
 grpc.Call.register(InProcessCall)
@@ -141,9 +166,15 @@ grpc.Call.register(InProcessCall)
 
 class InProcessChannel:
     """The channel of one client. `begin` hands a call to the home, or ends it; it is called on any thread, and returns
-    at once. `clock` is the fabric's."""
+    at once. `clock` is the fabric's. `kind`: of its calls."""
 
-    def __init__(self, begin: Callable[[InProcessCall], None], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        begin: Callable[[InProcessCall], None],
+        clock: Callable[[], float],
+        kind: type[InProcessCall] = InProcessCall,
+    ) -> None:
+        self._kind = kind
         self._begin = begin
         self._clock = clock
         self._calls: set[InProcessCall] = set()
@@ -153,7 +184,7 @@ class InProcessChannel:
     def call(self, method: str, request: bytes, decode: Callable[[bytes], Any], timeout: float | None) -> InProcessCall:
         """Start a call. Raises `ValueError` once the channel is closed, as gRPC does."""
         deadline = None if timeout is None else self._clock() + timeout
-        call = InProcessCall(method, request, decode, deadline)
+        call = self._kind(method, request, decode, deadline)
         # Added first: `close` ends the calls that it finds, and a later call finds the channel closed.
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
@@ -208,3 +239,14 @@ class _UnaryUnary(_UnaryStream):
 
     def __call__(self, request: Any, timeout: float | None = None, *_: object, **__: object) -> Any:
         return self.future(request, timeout).result()
+
+
+class InProcessAioChannel:
+    """The channel of one home to another, as one of `grpc.aio`: its single answers are awaited, too."""
+
+    def __init__(self, begin: Callable[[InProcessCall], None], clock: Callable[[], float]) -> None:
+        self._calls = InProcessChannel(begin, clock, InProcessAioCall)
+        self.unary_unary = self.unary_stream = self._calls.unary_stream
+
+    async def close(self) -> None:
+        self._calls.close()

@@ -1,4 +1,4 @@
-"""The fabric: a home, and NIXL's part of moving bytes, in one process."""
+"""The fabric: homes, and NIXL's part of moving bytes, in one process."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from kvferry._loop import Loop
 from kvferry._network import FABRICS, Network, fabrics
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
-from kvferry._wire.channel import TlsContent
+from kvferry._wire.channel import TlsConfig, TlsContent
+from kvferry.aio import AsyncClient
 from kvferry.errors import Closed, InvalidField, WrongState
 from kvferry.planner.path_choice import Costs
-from kvferry.testing._channel import InProcessCall, InProcessChannel
+from kvferry.testing._channel import InProcessAioChannel, InProcessCall, InProcessChannel
 from kvferry.testing._home import InProcessHome
 from kvferry.testing._memory import HeldReads, Process, Wire
 from kvferry_server.domain.times import Times
@@ -30,6 +31,10 @@ from kvferry_server.domain.times import Times
 TIMES = Times()
 STEPS_OF_TTL = 24
 """Steps of `Fabric.advance` per ttl: renewals, of which there are three per ttl, keep leases alive."""
+
+COSTS = Costs(descriptor=0.0)
+"""Costs measured within one process would not be those of a network, and would differ from run to run. With these, no
+read is staged unless a client says so: after a cancel, blocks are uncertain until their bytes have arrived."""
 
 HANDED_OVER = 4
 """Turns of the event loops per step, so that calls that are due are made, answered and handled."""
@@ -53,7 +58,7 @@ class FabricClock:
 
 
 class Fabric(Closing):
-    """Runs a home in this process, and moves bytes between arrays of this process, for the tests of engines.
+    """Runs homes in this process, and moves bytes between arrays of this process, for the tests of engines.
 
     The clients of a fabric are real: the planner, the leases, the ports and the home are those of production, and
     requests are encoded and decoded. The fabric replaces only gRPC's connections and NIXL. Neither NIXL nor the extra
@@ -64,20 +69,24 @@ class Fabric(Closing):
     Threading: every method may be called from any thread.
 
     Args:
+        homes: number of homes. Each stands for the node server of another node.
         ttl, max_ttl, engine_ttl, hold, final, max_wait: seconds; see the settings of ``kvferryd`` with these names.
             With short ones a test can wait for the end of a lease, or of an unread publication.
 
     Attributes:
         address: the address for clients that the code under test makes: ``Client(fabric.address)``.
+        addresses: the addresses of all homes, of which `address` is the first. A client's ``allowed_homes``, where it
+            reads from engines with another home.
 
     Raises:
-        InvalidField: a duration is out of range, or `ttl` is above `max_ttl`.
+        InvalidField: there is no home, a duration is out of range, or `ttl` is above `max_ttl`.
         LimitReached: the system refused another thread.
     """
 
     def __init__(
         self,
         *,
+        homes: int = 1,
         ttl: float = TIMES.ttl,
         max_ttl: float = TIMES.max_ttl,
         engine_ttl: float = TIMES.engine_ttl,
@@ -86,24 +95,27 @@ class Fabric(Closing):
         max_wait: float = TIMES.max_wait,
     ) -> None:
         self._times = Times(ttl=ttl, max_ttl=max_ttl, engine_ttl=engine_ttl, hold=hold, final=final, max_wait=max_wait)
-        self.address = f"{next(_numbers)}{FABRICS}"
+        self.addresses = tuple(f"{next(_numbers)}{FABRICS}" for _ in range(arguments.integer("homes", homes, 1)))
+        self.address = self.addresses[0]
         self._wire = Wire()
         # Any thread adds to these collections, in single steps, and copies them before it iterates.
         self._members: dict[Network, _Member] = {}
         self._clients: list[Client] = []
         self._closed = False
-        self._home: InProcessHome | None = None
-        """Used only on the event loop."""
+        self._homes: dict[str, InProcessHome] = {}
+        """The homes that run, by address. Used only on the event loop."""
         self._clock = FabricClock()
         self._loop = Loop("kvferry-fabric", self._clock.now)
         self._loops = [self._loop]
-        """The loops of the home and the clients."""
-        self.start_home()
-        fabrics[self.address] = self._join
+        """The loops of the homes and the clients."""
+        for number, address in enumerate(self.addresses):
+            self.start_home(number)
+            fabrics[address] = self._join
 
     def client(
         self,
         *,
+        home: int = 0,
         options: NixlOptions | None = None,
         staging: StagingOptions | None = None,
         integrity: IntegrityOptions | None = None,
@@ -117,15 +129,17 @@ class Fabric(Closing):
         Each client stands for a process of its own; `kill` simulates the death of that process.
 
         Args:
+            home: number of the client's own node server. It may read from engines of all homes.
             options, staging, integrity, max_reads, confirm, prompt_check, optimistic: see `kvferry.Client`.
 
         Raises:
-            InvalidField: an argument has the wrong type.
+            InvalidField: an argument has the wrong type, or there is no such home.
             Closed: the fabric is closed.
         """
         self._check_open()
         made = Client(
-            self.address,
+            self._address_of(home),
+            allowed_homes=self.addresses,
             options=options,
             staging=staging,
             integrity=integrity,
@@ -164,7 +178,7 @@ class Fabric(Closing):
         """
         self._wire.fail(arguments.integer("count", count, 0))
 
-    def kill(self, client: Client) -> None:
+    def kill(self, client: Client | AsyncClient) -> None:
         """Simulate the death of a client's process, and close the client.
 
         The client sends nothing more, its memory can no longer be read, and the bytes that it was reading never arrive.
@@ -173,15 +187,16 @@ class Fabric(Closing):
         Raises:
             InvalidField: the argument is not a client of this fabric.
         """
-        arguments.instance("client", client, Client, "a Client")
-        member = self._members.get(client._network)
+        sync = client.sync if isinstance(client, AsyncClient) else client
+        arguments.instance("client", sync, Client, "a Client or an AsyncClient")
+        member = self._members.get(sync._network)
         if member is None:
             raise InvalidField("client", arguments.described(client), "a client of this fabric")
         member.kill()
-        client.close()
+        sync.close()
 
     def advance(self, seconds: float) -> None:
-        """Let time pass for the home and all clients of the fabric, at once: leases are renewed or end, holds and
+        """Let time pass for the homes and all clients of the fabric, at once: leases are renewed or end, holds and
         timeouts run out. The time that moving bytes takes is not shortened.
 
         A single step of the code under test does not take longer: time passes between its steps.
@@ -200,7 +215,7 @@ class Fabric(Closing):
                     loop.settle()
 
     def wait_until_waiting(self, count: int = 1, timeout: float = 10.0) -> None:
-        """Wait until exactly `count` reads wait at the home for a publication under a router's key (see
+        """Wait until exactly `count` reads wait at the homes for a publication under a router's key (see
         `kvferry.router_reference`).
 
         A test can then publish after its reader has asked, end the wait, or check that the wait has ended.
@@ -216,56 +231,70 @@ class Fabric(Closing):
         self._check_open()
         self._loop.run(self._until_waiting(arguments.integer("count", count, 0), arguments.seconds("timeout", timeout)))
 
-    def stop_home(self) -> None:
-        """Stop the home at once, as if its node server was killed. Idempotent.
+    def stop_home(self, home: int = 0) -> None:
+        """Stop a home at once, as if its node server was killed. Idempotent.
 
         Calls fail with `Unreachable`, and the home's records are lost. Reads that were posted continue.
+
+        Raises:
+            InvalidField: there is no such home.
         """
         self._check_open()
-        self._loop.run(self._stop_home())
+        self._loop.run(self._stop_home(self._address_of(home)))
 
-    def start_home(self) -> None:
-        """Start the home again after `stop_home`.
+    def start_home(self, home: int = 0) -> None:
+        """Start a home again after `stop_home`.
 
         Clients reconnect within a second or two, and send their records again.
 
         Raises:
             WrongState: the home was not stopped.
+            InvalidField: there is no such home.
         """
         self._check_open()
-        self._loop.run(self._start_home())
+        self._loop.run(self._start_home(self._address_of(home)))
 
     def close(self) -> None:
-        """Close the clients that `client` made, disconnect all others, and stop the home. Idempotent."""
+        """Close the clients that `client` made, disconnect all others, and stop the homes. Idempotent."""
         if fabrics.pop(self.address, None) is None:
             return
+        for address in self.addresses[1:]:
+            del fabrics[address]
         self._closed = True
         self._wire.release()
         for client in tuple(self._clients):
             client.close()
         for member in tuple(self._members.values()):
             member.kill()
-        self._loop.run(self._stop_home())
+        for address in self.addresses:
+            self._loop.run(self._stop_home(address))
         self._loop.close()
+
+    def _address_of(self, home: int) -> str:
+        return self.addresses[arguments.integer("home", home, 0, len(self.addresses) - 1)]
 
     def _join(self) -> Network:
         """Make the network of a new client."""
-        member = _Member(self.address, self._wire, self._begin, self._clock)
-        # Costs measured within one process would not be those of a network, and would differ from run to run.
-        network = Network(member.dial, member.process, Costs(), self._clock.now, self._loops.append)
+        member = _Member(self._wire, self._begin, self._clock)
+        network = Network(member.dial, member.process, COSTS, self._clock.now, self._loops.append)
         self._members[network] = member
         return network
 
-    def _begin(self, call: InProcessCall) -> None:
-        """Hand a call to the home. May be called on any thread."""
-        if not self._loop.call(partial(self._serve, call)):
+    def _dial(self, address: str, tls: TlsConfig | TlsContent | None) -> grpc.aio.Channel:
+        """Make a channel from one home to another."""
+        return cast(grpc.aio.Channel, InProcessAioChannel(partial(self._begin, address), self._clock.now))
+
+    def _begin(self, address: str, call: InProcessCall) -> None:
+        """Hand a call to a home. May be called on any thread."""
+        if not self._loop.call(partial(self._serve, address, call)):
             call.end(grpc.StatusCode.UNAVAILABLE, "the fabric is closed")
 
-    def _serve(self, call: InProcessCall) -> None:
-        """Let the home answer a call. Runs on the event loop."""
-        home = self._home
+    def _serve(self, address: str, call: InProcessCall) -> None:
+        """Let a home answer a call. Runs on the event loop."""
+        home = self._homes.get(address)
         if home is None:
-            call.end(grpc.StatusCode.UNAVAILABLE, "the home was stopped")
+            known = "the home was stopped" if address in self.addresses else f"this fabric has no home {address}"
+            call.end(grpc.StatusCode.UNAVAILABLE, known)
             return
         if call.done():
             return
@@ -282,19 +311,19 @@ class Fabric(Closing):
 
         call.add_done_callback(lambda _: self._loop.call(left))
 
-    async def _start_home(self) -> None:
-        if self._home is not None:
+    async def _start_home(self, address: str) -> None:
+        if address in self._homes:
             raise WrongState("the home runs already: stop_home() first")
-        self._home = InProcessHome(self.address, self._times, self._clock)
+        self._homes[address] = InProcessHome(address, self._times, self._clock, self._dial)
 
-    async def _stop_home(self) -> None:
-        home, self._home = self._home, None
+    async def _stop_home(self, address: str) -> None:
+        home = self._homes.pop(address, None)
         if home is not None:
             await home.stop()
 
     async def _until_waiting(self, count: int, timeout: float) -> None:
         until = self._clock.now() + timeout
-        while (waiting := 0 if self._home is None else self._home.waiting) != count:
+        while (waiting := sum(home.waiting for home in self._homes.values())) != count:
             if self._clock.now() >= until:
                 raise TimeoutError(f"{waiting} reads wait after {timeout:g} s, and {count} were expected")
             await asyncio.sleep(0.001)
@@ -307,15 +336,14 @@ class Fabric(Closing):
 class _Member:
     """One client's channels and agents on a fabric. Thread-safe."""
 
-    def __init__(self, address: str, wire: Wire, begin: Callable[[InProcessCall], None], clock: FabricClock) -> None:
+    def __init__(self, wire: Wire, begin: Callable[[str, InProcessCall], None], clock: FabricClock) -> None:
         self._clock = clock
         self.process = Process(wire)
-        self._address = address
         self._begin = begin
         self._channels: list[InProcessChannel] = []
 
     def dial(self, address: str, tls: TlsContent | None) -> grpc.Channel:
-        """Make a channel. Calls fail unless the address is that of the fabric's home."""
+        """Make a channel. Calls fail unless the address is that of a home of the fabric."""
         channel = InProcessChannel(partial(self._hand_over, address), self._clock.now)
         self._channels.append(channel)
         return cast(grpc.Channel, channel)
@@ -327,9 +355,7 @@ class _Member:
             channel.cut()
 
     def _hand_over(self, address: str, call: InProcessCall) -> None:
-        if address != self._address:
-            call.end(grpc.StatusCode.UNAVAILABLE, f"the home of this fabric is {self._address}, and there is no other")
-        elif self.process.killed:
+        if self.process.killed:
             call.end(grpc.StatusCode.UNAVAILABLE, "the fabric has disconnected this client")
         else:
-            self._begin(call)
+            self._begin(address, call)

@@ -10,6 +10,7 @@ from typing import Any, cast
 import grpc
 import grpc.aio
 
+from kvferry._wire.channel import TlsConfig, TlsContent
 from kvferry.testing._channel import InProcessCall
 from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.times import Times
@@ -26,17 +27,24 @@ PEER = "unix:"
 
 
 class InProcessHome:
-    """A node server from one start to its stop, used on the event loop of its fabric. References have `address`."""
+    """A node server from one start to its stop, used on the event loop of its fabric. References have `address`; `dial`
+    makes its channels to other homes."""
 
-    def __init__(self, address: str, times: Times, clock: Clock) -> None:
+    def __init__(
+        self,
+        address: str,
+        times: Times,
+        clock: Clock,
+        dial: Callable[[str, TlsConfig | TlsContent | None], grpc.aio.Channel],
+    ) -> None:
         self._clock = clock
         self._home = Home(clock, times, address)
         self._worker = Worker()
         self._guard = Guard(1024, 8192, TRUSTED, Requests(self._worker, self._home.time_slices))
         self._calls: dict[InProcessCall, asyncio.Task[None]] = {}
         self._generic: list[grpc.GenericRpcHandler] = []
-        relays = Relays(address, None, anywhere=False)
-        add_servicers(cast("grpc.aio.Server", self), self._home, relays, self._worker)
+        self._relays = Relays(address, None, anywhere=True, dial=dial)
+        add_servicers(cast("grpc.aio.Server", self), self._home, self._relays, self._worker)
         self._driver = asyncio.get_running_loop().create_task(self._home.run(), name="kvferry-fabric-home")
 
     @property
@@ -63,6 +71,7 @@ class InProcessHome:
 
     async def stop(self) -> None:
         """Stop at once, as if the process was killed: no more messages are sent, and all records are lost."""
+        self._relays.stop()
         tasks = (self._driver, *self._calls.values())
         for call in tuple(self._calls):
             call.end(grpc.StatusCode.UNAVAILABLE, "the home was stopped")

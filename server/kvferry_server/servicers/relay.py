@@ -115,6 +115,7 @@ class Relays:
         content: returns the present content of the TLS files, for later connections. None: `tls` is read for each
             connection.
         events: the log of why a home cannot be reached, which callers do not get; None: no log.
+        dial: makes a channel to a home.
     """
 
     def __init__(
@@ -126,7 +127,9 @@ class Relays:
         patterns: Sequence[str] = (),
         content: Callable[[], TlsContent] | None = None,
         events: EventLog | None = None,
+        dial: Callable[[str, TlsConfig | TlsContent | None], grpc.aio.Channel] = connect_async,
     ) -> None:
+        self._dial = dial
         self._advertise = advertise
         self._own_address = parse_address(advertise)
         self._tls = tls
@@ -302,7 +305,7 @@ class Relays:
         tls = self._tls if self._content is None else self._content()
         if connection is None or connection.tls != tls:
             # Calls that use an older channel keep it until they end.
-            channel = connect_async(str(address), tls)
+            channel = self._dial(str(address), tls)
             stub: KVTransferAsyncStub = KVTransferStub(channel)  # type: ignore[assignment]
             connection = self._connections[address] = _HomeChannel(channel, stub, tls, caller, places)
             places.take(caller)
