@@ -180,7 +180,8 @@ async def running(directory: Path, limits: Limits | None = None, *, new: bool = 
     server.add_insecure_port(address)
     await server.start()
     try:
-        async with grpc.aio.insecure_channel(address) as channel:
+        # Channels of a process share connections to one address: a node that follows another would get the former's.
+        async with grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
             yield Node(home, clock, channel)
     finally:
         await server.stop(None)
