@@ -143,7 +143,7 @@ def test_unreachable_home_is_named_and_the_others_are_shown(file: Path, fleet: t
     assert done.returncode == 1
     answered, failed = sorted(json.loads(done.stdout)["homes"], key=lambda home: "error" in home)
     assert answered["server"] == fleet[0].advertise
-    assert set(answered["response"]) == {"home_epoch", "engines"}
+    assert set(answered["response"]) == {"home_epoch", "engines", "recovering"}
     assert (failed["server"], failed["error"]["reason"]) == (away, "UNREACHABLE")
 
 

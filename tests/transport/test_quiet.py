@@ -100,18 +100,19 @@ def test_a_thread_that_is_refused_fails_the_parts_begun_before(
 def test_shares_that_find_no_new_agent_fail_and_the_old_one_goes_on(
     new_source: MakeSource, memory: Memory, transport: MakeTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = transport(TCP, chunk_bytes=1 << 20, bytes_in_flight=2 << 20, fence_time=0.3)
+    # On a busy machine a few posts in a row may be done when they return: then the next chunks are four times as large.
+    read = transport(TCP, chunk_bytes=1 << 18, bytes_in_flight=2 << 20, fence_time=0.3)
     victim, slow = new_source(TCP, size=4 << 20), new_source(TCP)
     assert_done(read_all(read, victim, memory, at=8 << 20))
     assert_done(read_all(read, slow, memory))
     slow.stop()
     patient = read_all(read, slow, memory, deadline=None)
-    assert until(lambda: patient.progress().chunks_in_flight == 2)
+    assert until(lambda: patient.progress().chunks_in_flight >= 2)
     with monkeypatch.context() as patch:
         threads_run_out(patch, 0)
         victim.stop()
         doomed = read_all(read, victim, memory, at=8 << 20, deadline=None)
-        assert until(lambda: doomed.progress().chunks_in_flight == 2)
+        assert until(lambda: doomed.progress().chunks_in_flight >= 2)
         waiting = read_all(read, victim, memory, at=8 << 20, deadline=None)
         doomed.cancel()
         # The agent is given up for `doomed`; `waiting` should go to a fresh one, which cannot be made.
