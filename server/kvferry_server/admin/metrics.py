@@ -4,8 +4,8 @@ Counts of events are fields of the home's `Journal`, of `CallCounts` or of `Node
 scrape are rows here, with their functions. `METRICS` has all: the exposition and docs/monitoring.md are made from it.
 
 Labels are states, reasons, methods and the like, which this code fixes, and no label has a request or a host. Only the
-signals for autoscalers have engine_ids, of which a home has at most `Limits.engines`; an engine that starts anew goes on
-with its series.
+signals for autoscalers have engine_ids, of which a home has at most `Limits.engines`; an engine that starts anew keeps
+its series.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ METRICS: tuple[Row, ...] = (
     ),
     _gauge(
         "engine_pinned_bytes",
-        "Bytes that they hold on all ranks of the engine. A block counts once for each publication that holds it, so that "
+        "Bytes that they hold on all ranks of the engine. A block counts once for each publication that holds it: "
         "shared prefixes may add up to more than the cache.",
         _by_engine(lambda engine, _: engine.pinned_bytes),
         engine=(),
