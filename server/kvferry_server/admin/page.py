@@ -201,7 +201,7 @@ def _problems(found: Sequence[Problem], left: int) -> Html:
         )
         for problem in found
     )
-    more = html("<p>{} more engines are not ready: see Engines.</p>", left) if left else ""
+    more = html("<p>{} more engines are dead, lost or incomplete.</p>", left) if left else ""
     return html("<h2>Problems</h2><ul>{}</ul>{}", each("{}", items), more)
 
 
