@@ -31,6 +31,7 @@ def documents() -> dict[str, Any]:
 
 
 DOCUMENTS = documents()
+SCALED = yaml.safe_load((FOLDER / "keda" / "decode.yaml").read_text())
 POD = DOCUMENTS["DaemonSet"]["spec"]["template"]
 (CONTAINER,) = POD["spec"]["containers"]
 
@@ -42,6 +43,37 @@ def test_manifest_is_valid(kind: str, version: str) -> None:
     wrong = {**DOCUMENTS[kind], "spek": {}}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(wrong, version, strict=True)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_autoscaler_that_keda_makes_of_the_example_is_valid(version: str) -> None:
+    """KEDA's own kind is not Kubernetes': its fields were compared with KEDA's definition by hand."""
+    spec, targets = SCALED["spec"], {"Value": "value", "AverageValue": "averageValue"}
+    autoscaler: dict[str, Any] = {
+        "apiVersion": "autoscaling/v2",
+        "kind": "HorizontalPodAutoscaler",
+        "metadata": SCALED["metadata"],
+        "spec": {
+            "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", **spec["scaleTargetRef"]},
+            "minReplicas": spec["minReplicaCount"],
+            "maxReplicas": spec["maxReplicaCount"],
+            **spec["advanced"]["horizontalPodAutoscalerConfig"],
+            "metrics": [
+                {
+                    "type": "External",
+                    "external": {
+                        "metric": {"name": trigger["name"]},
+                        "target": {
+                            "type": trigger["metricType"],
+                            targets[trigger["metricType"]]: trigger["metadata"]["threshold"],
+                        },
+                    },
+                }
+                for trigger in spec["triggers"]
+            ],
+        },
+    }
+    kubernetes_validate.validate(autoscaler, version, strict=True)
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")

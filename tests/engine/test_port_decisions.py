@@ -24,7 +24,7 @@ from kvferry._loop import Loop
 from kvferry._reads.leased_read import ReadStage
 from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
 from kvferry._transport.transfer import Transfer
-from kvferry.engine import SchedulerPort, Tails, WorkerPort, worker
+from kvferry.engine import SchedulerPort, SchedulerStats, Tails, WorkerPort, worker
 from kvferry.engine.values import Grant, Offer, RankEnd, WorkerOutput
 from kvferry.errors import Closed, InvalidField, KvferryError, LimitReached, TransferFailed, WrongState
 from kvferry.geometry.blocks import BlockRuns
@@ -499,6 +499,15 @@ def test_a_scheduler_counts_its_reads(scheduler: Scheduler) -> None:
     stages = (found.waiting, found.granted, found.reading, found.judging, found.uncertain)
     assert stages == (10, 11, 12, 13, 14)
     assert (found.published, found.released, found.refused) == (20, 21, 22)
+
+
+@pytest.mark.parametrize("number", ["published", "waiting", "granted", "reading", "judging", "uncertain"])
+def test_an_engine_is_quiet_without_pins_and_reads(number: str) -> None:
+    ended = ("done", "failed", "cancelled", "expired", "not_granted", "missed", "disputed", "bytes", "refused")
+    counts = dict.fromkeys((field.name for field in fields(SchedulerStats)), 0)
+    quiet = SchedulerStats(**counts | dict.fromkeys(ended, 3) | {"published": 5, "released": 5})
+    assert quiet.quiet
+    assert not replace(quiet, **{number: getattr(quiet, number) + 1}).quiet
 
 
 def test_a_schedulers_close_ends_all_parts_in_order(scheduler: Scheduler) -> None:

@@ -397,8 +397,12 @@ def test_workers_without_reports_are_given_up(
     source = port_engine(homes[0], model, shards(model.heads, 1))
     destination = port_engine(homes[1], model, shards(model.heads, 1))
     source.ready(), destination.ready()
+    assert source.scheduler.stats().quiet
     publication, _ = publish(source, "silent")
+    assert not source.scheduler.stats().quiet
+    assert destination.scheduler.stats().quiet
     destination.scheduler.acquire("mine", publication.reference, timeout=2)
+    assert not destination.scheduler.stats().quiet
     destination.grant("mine")
     # Nor does the engine tell them that the read has ended.
     monkeypatch.setattr(destination.scheduler, "cancels", list)
@@ -406,11 +410,14 @@ def test_workers_without_reports_are_given_up(
     end = destination.end_of("mine")
     assert isinstance(end.error, TransferStuck)
     assert (end.quiet, end.ranks, end.lost) == (False, 0, {"full": tuple(IDS)})
-    assert destination.scheduler.stats().uncertain == 1
+    assert (destination.scheduler.stats().uncertain, destination.scheduler.stats().quiet) == (1, False)
     # Late, but it comes.
     destination.workers[0].call("start", msgpack.encode(grant.plain()), Tails.KEEP.value)
     destination.until(lambda: destination.quiesced == ["mine"])
-    assert destination.scheduler.stats().uncertain == 0
+    assert (destination.scheduler.stats().uncertain, destination.scheduler.stats().quiet) == (0, True)
+    source.scheduler.abort(publication)
+    source.release_of(publication)
+    assert source.scheduler.stats().quiet
 
 
 def test_failed_reads_are_withheld_until_quiet(

@@ -61,6 +61,13 @@ class SchedulerStats:
     judging: int
     uncertain: int
 
+    @property
+    def quiet(self) -> bool:
+        """Whether no block is pinned for readers, and no read is in progress or may still write: an engine that takes
+        no new work may use all of its memory for another purpose."""
+        reads = self.waiting + self.granted + self.reading + self.judging + self.uncertain
+        return self.published == self.released and not reads
+
 
 class SchedulerPort(Closing):
     """The port of an engine's scheduler: publishes the engine's blocks, and holds the leases of its ranks' reads.

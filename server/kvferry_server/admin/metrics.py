@@ -3,8 +3,9 @@
 Counts of events are fields of the home's `Journal`, of `CallCounts` or of `NodeState`. Values that are computed at a
 scrape are rows here, with their functions. `METRICS` has all: the exposition and docs/monitoring.md are made from it.
 
-Labels are states, reasons, methods and the like, which this code fixes: no label has an engine, a request or a host, so
-the number of series does not grow with the fleet. The page and `kvferry engines` show each engine.
+Labels are states, reasons, methods and the like, which this code fixes, and no label has a request or a host. Only the
+signals for autoscalers have engine_ids, of which a home has at most `Limits.engines`; an engine that starts anew keeps
+its series.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from kvferry.stats import Metric, metrics_of
 from kvferry_server.admin.node_state import CallCounts, NodeState
 from kvferry_server.domain.budgets import Budget
 from kvferry_server.domain.engine import STATES
+from kvferry_server.domain.engine_publications import EnginePublications
 from kvferry_server.domain.journal import LIVE, Journal
 
 Value: TypeAlias = Callable[[NodeState], Any]
@@ -62,6 +64,20 @@ def _oldest_pin(node: NodeState) -> float:
     home = node.home
     oldest = next(iter(home.journal.pinned), None)
     return 0.0 if oldest is None else home.clock.now() - oldest.first_at
+
+
+def _by_engine(of: Callable[[EnginePublications, float], float]) -> Value:
+    """Compute a value of each engine that is not dead, from its publications and the present, by engine_id. Right after
+    a start of the home two incarnations may have one name: the larger value counts."""
+
+    def found(node: NodeState) -> Mapping[str, float]:
+        now, values = node.home.clock.now(), dict[str, float]()
+        for engine in node.alive:
+            value = of(node.home.records.engines[engine.ref], now)
+            values[engine.ref.engine_id] = max(value, values.get(engine.ref.engine_id, 0))
+        return values
+
+    return found
 
 
 def _leases(node: NodeState) -> Mapping[str, int]:
@@ -136,6 +152,31 @@ METRICS: tuple[Row, ...] = (
     _gauge("cache_bytes", "Bytes of the registered caches.", lambda node: sum(one.cache_bytes for one in node.alive)),
     *_counted(Journal, lambda node: node.home.journal),
     _gauge("oldest_pin_age_seconds", "Age of the oldest publication that is not released.", _oldest_pin),
+    _gauge(
+        "engine_pinned_publications",
+        "Publications of an engine that are not released: they wait for readers, or are being read.",
+        _by_engine(lambda engine, _: len(engine.pinned)),
+        engine=(),
+    ),
+    _gauge(
+        "engine_pinned_bytes",
+        "Bytes that they hold on all ranks of the engine. A block counts once for each publication that holds it: "
+        "shared prefixes may add up to more than the cache.",
+        _by_engine(lambda engine, _: engine.pinned_bytes),
+        engine=(),
+    ),
+    _gauge(
+        "engine_oldest_pin_age_seconds",
+        "Age of the oldest of them; 0: there is none.",
+        _by_engine(lambda engine, now: now - next((one.first_at for one in engine.pinned), now)),
+        engine=(),
+    ),
+    _gauge(
+        "engine_cache_bytes",
+        "Bytes of the registered caches of an engine.",
+        _by_engine(lambda engine, _: engine.life.cache_bytes),
+        engine=(),
+    ),
     _gauge(
         "leases",
         "Live leases (waiting: for blocks, or for the rest of what is published in parts), and ended ones whose "

@@ -5,42 +5,36 @@ Values in a template are escaped, unless they are `Html`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from string import Formatter
 from typing import Any
 from urllib.parse import urlencode
 
-from kvferry._summaries import RECOVERING, engine_row, request_row, transfer_row
+from kvferry._summaries import duration, engine_row, request_row, size, transfer_row
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry_server.admin import status
 from kvferry_server.admin.limits import PAGE_SIZE
 from kvferry_server.admin.node_state import NodeState
+from kvferry_server.admin.problems import Problem, problems
 from kvferry_server.admin.status import Row
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.event_log import short
 from kvferry_server.servicers import lists
 
-WIDTH = 960
-NAMES = 260
-BAR = 12
-PITCH = 16
-AXIS = 24
-TICKS = 5
-MAX_NAME = 40
+TICKS = 4
+ENDS = ("valid", "failed", "expired", "cancelled")  # How reads end
+COLOURED = ("failed", "dead", "lost", "incomplete", "missing", "expired", "cancelled", "valid", "ready")
+"""Words of states that have colours, in page.css, the worst first."""
 
-COLOURS = {"valid": "#2b8a3e", "failed": "#c92a2a", "expired": "#e8590c", "cancelled": "#868e96"}
-
-TIMELINE = """<svg class="timeline" role="img" aria-label="the last {count} reads"
- viewBox="0 0 {width} {height}" width="{width}" height="{height}">{parts}</svg>"""
-TICK = """<g><line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height}" stroke="#dee2e6"></line>
-<text x="{label:.1f}" y="12" font-size="10" fill="#555555">{ago:.3g} s ago</text></g>"""
-READ = """<text x="0" y="{text}" font-size="11">{name}</text>
-<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{height}" fill="{colour}"><title>{tooltip}</title></rect>"""
+TIMELINE = """<ol class="timeline" aria-label="the last {count} reads"><li class="axis"><span></span>
+<svg aria-hidden="true">{ticks}</svg></li>{reads}</ol>"""
+TICK = '<text x="{at}%" y="12">{ago} ago</text>'
+READ = """<li><span>{name}</span><svg role="img" class="{state}"><title>{tooltip}</title>
+<rect x="{left:.2f}%" width="{width:.2f}%"></rect></svg></li>"""
 DOCUMENT = """<!doctype html>
 <html lang="en">
-<head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>
 <link rel="stylesheet" href="/page.css"><script src="/page.js" defer=""></script></head>
 <body>
 <nav><a href="/" class="home">kvferry</a><a href="/statusz">state</a><a href="/metrics">metrics</a>
@@ -50,15 +44,17 @@ DOCUMENT = """<!doctype html>
 </html>
 """
 FRONT = """<h1>Node server {state[advertise]}</h1>
-<p class="{how}">{ready}</p>
-<p>Version {state[version]}, epoch {epoch}, up for {state[uptime_s]:.0f} s. Live leases: {leases}. Pinned requests:
+<section id="problems">{problems}</section>
+<p>Version {state[version]}, epoch {epoch}, up for {uptime}. Live leases: {leases}. Pinned requests:
 {state[pinned]}{oldest}.</p>
-{recovering}<h2>Engines</h2>{engines}
+<h2>Engines</h2>{engines}
 <p class="note">Who would read what from whom: kvferry plan, with --svg as a picture.</p>
-<h2>The last reads</h2><p class="legend">{legend}</p>{timeline}
-<h2>Reads</h2><p class="note">Under way, and ended ones whose outcome is kept.</p>{reads}
 <h2>Requests</h2><p class="note">Published, and not yet acknowledged by their engine as released.</p>{requests}
+<h2>Reads</h2><p class="note">Under way, and ended ones whose outcome is kept.</p>{reads}
+<h2>The last reads</h2><p class="legend">{legend}</p>{timeline}
 """
+PROBLEM = """<li class="{state}"><p><strong>{state}</strong> {engine}</p><p>{what}</p>
+<p class="next"><b>Next:</b> {next_step}</p></li>"""
 ENGINE = """<h1>engine {engine_id}</h1>
 <p>Incarnation {incarnation}. {count} ranks. Groups: {groups}.</p>{ranks}"""
 TABLE = '<table id="{name}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
@@ -91,8 +87,8 @@ def document(title: str, content: Html) -> Html:
 
 
 def front(node: NodeState, query: Mapping[str, str]) -> Html:
-    """Return the first page: engines, reads, pinned requests and the timeline. Raises `InvalidField` for a page token
-    that no link of the page has."""
+    """Return the first page: problems, engines, pinned requests, reads and the timeline. Raises `InvalidField` for a
+    page token that no link of the page has."""
     home = node.home
 
     def shown(name: str, rows: Sequence[Mapping[str, object]], following: str) -> Html:
@@ -114,18 +110,19 @@ def front(node: NodeState, query: Mapping[str, str]) -> Html:
         for summary in engines.engines
     ]
     state = status.overview(node)
+    with home.turn():
+        found, left = problems(node, recovering=reads.recovering)
     pinned = state["oldest_pin_s"]
     content = html(
         FRONT,
         state=state,
         epoch=state["epoch"][:8],
-        how="good" if state["ready"] else "bad",
-        ready="ready" if state["ready"] else f"not ready: {state['why_not_ready']}",
+        problems=_problems(found, left),
+        uptime=duration(state["uptime_s"]),
         leases=", ".join(f"{count} {name}" for name, count in state["leases"].items()) or "none",
-        recovering=html('<p class="bad" id="recovering">It {}.</p>', RECOVERING) if reads.recovering else "",
-        oldest="" if pinned is None else f", the oldest for {pinned:.0f} s",
+        oldest="" if pinned is None else f", the oldest for {duration(pinned)}",
         engines=shown("engines", linked, engines.next_page_token),
-        legend=each('<span class="{0}">{0}</span>', COLOURS),
+        legend=each('<span class="{0}">{0}</span>', ENDS),
         timeline=_timeline(status.last_reads(node)),
         reads=shown("reads", [*map(transfer_row, reads.transfers)], reads.next_page_token),
         requests=shown("requests", [*map(request_row, requests.requests)], requests.next_page_token),
@@ -149,10 +146,11 @@ def engine_page(engine: Engine, first: int) -> Html:
     return document(f"engine {ref.engine_id}", content)
 
 
+
 def state_page(state: Row) -> Html:
     """Return the state of the node server as a table."""
     content = '<h1>State</h1><p><a href="/statusz?format=json">as JSON</a></p>{}'
-    rows = [{"what": name, "value": value} for name, value in state.items()]
+    rows = [{"What": name, "Value": _human(name, value)} for name, value in state.items()]
     return document("kvferry: state", html(content, _rows("state", rows)))
 
 
@@ -161,22 +159,61 @@ def problem_page(problem: str) -> Html:
     return document("kvferry", html("<h1>That did not work</h1><p>{}</p>", problem))
 
 
+def _human(name: str, value: object) -> str:
+    """Return a value of the state for people, with the unit that its name says; fractions are durations."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{each}: {_human(each, inside)}" for each, inside in value.items()) or "none"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value)) or "none"
+    if isinstance(value, bool) or value is None:
+        return "none" if value is None else "yes" if value else "no"
+    if isinstance(value, float) or (isinstance(value, int) and name.endswith("_s")):
+        return duration(value)
+    return size(value) if isinstance(value, int) and name.endswith(("bytes", "memory")) else str(value)
+
+
+def _problems(found: Sequence[Problem], left: int) -> Html:
+    if not found:
+        return html('<p class="good">Ready. No problem is known.</p>')
+    items = (
+        html(
+            PROBLEM,
+            state=problem.state,
+            engine=_link(problem.engine_id, "/engine", engine_id=problem.engine_id) if problem.engine_id else "",
+            what=problem.what,
+            next_step=problem.next_step,
+        )
+        for problem in found
+    )
+    more = html("<p>{} more engines are dead, lost or incomplete.</p>", left) if left else ""
+    return html("<h2>Problems</h2><ul>{}</ul>{}", each("{}", items), more)
+
+
 def _rows(name: str, rows: Sequence[Mapping[str, object]], more: str = "", target: str = "") -> Html:
     if not rows:
         return html('<p class="none" id="{}">None.</p>', name)
-    head = each("<th>{}</th>", (title.lstrip(">") for title in rows[0]))
-    body = each("<tr>{}</tr>", (each("<td>{}</td>", _cells(row.values())) for row in rows))
+    head = each("{}", (html('<th class="{}">{}</th>', *_column(title)) for title in rows[0]))
+    body = each("<tr>{}</tr>", (each("{}", (_cell(*cell) for cell in row.items())) for row in rows))
     table = html(TABLE, name=name, head=head, body=body)
     return html('{}<p><a href="{}">{}</a></p>', table, target, more) if target else table
 
 
-def _cells(values: Iterable[object]) -> Iterable[str]:
-    # `Html` is a `str`, and stays `Html`.
-    return (value if isinstance(value, str) else json.dumps(value) for value in values)
+def _column(title: str) -> tuple[str, str]:
+    """Return the class and the name of a column."""
+    return "number" if title.startswith(">") else "", title.lstrip(">")
+
+
+def _cell(title: str, value: object) -> Html:
+    kind, name = _column(title)
+    if title == "State":
+        kind = next((word for word in COLOURED if word in str(value)), "")
+    # `Html` is a `str`, and stays `Html`. The name stands before the value where a screen is narrow.
+    return html('<td class="{}" data-name="{}">{}</td>', kind, name, value if isinstance(value, str) else f"{value}")
 
 
 def _link(text: str, path: str, **query: str) -> Html:
     return html('<a href="{}?{}">{}</a>', path, urlencode(query), text)
+
 
 
 def _timeline(reads: Sequence[Row]) -> Html:
@@ -185,30 +222,27 @@ def _timeline(reads: Sequence[Row]) -> Html:
         return Html('<p class="none">No read has ended yet.</p>')
     begin = max(read["began_s_ago"] for read in reads)
     span = max(begin - min(read["ended_s_ago"] for read in reads), 1e-6)
-    scale, height = (WIDTH - NAMES) / span, AXIS + PITCH * len(reads)
-    parts = []
-    for index in range(TICKS):
-        x = NAMES + index * (WIDTH - NAMES) / TICKS
-        parts.append(html(TICK, x=x, label=x + 3, height=height, ago=begin - index * span / TICKS))
-    for row, read in enumerate(reversed(reads)):
-        name = read["request_id"] or f"publication {read['publication']}"
-        top, left = AXIS + row * PITCH, NAMES + (begin - read["began_s_ago"]) * scale
-        took = read["began_s_ago"] - read["ended_s_ago"]
-        state = f"{read['state']} ({read['reason']})" if read["reason"] else read["state"]
-        tooltip = (
-            f"lease {read['lease_number']}: {read['reader']} from {read['source']}, publication {read['publication']}, "
-            f"request {read['request_id']}: {state} after {took:.3f} s, {read['bytes']} bytes"
-        )
-        bar = html(
-            READ,
-            text=top + BAR - 2,
-            name=name if len(name) <= MAX_NAME else name[: MAX_NAME - 1] + "…",
-            left=left,
-            top=top,
-            width=min(max(2.0, took * scale), WIDTH - left),
-            height=BAR,
-            colour=COLOURS.get(read["state"], "#000000"),
-            tooltip=tooltip,
-        )
-        parts.append(bar)
-    return html(TIMELINE, count=len(reads), width=WIDTH, height=height, parts=Html("".join(parts)))
+    ticks = (html(TICK, at=100 * tick / TICKS, ago=_precise(begin - tick * span / TICKS)) for tick in range(TICKS))
+    bars = (_bar(read, begin, span) for read in reversed(reads))
+    return html(TIMELINE, count=len(reads), ticks=each("{}", ticks), reads=each("{}", bars))
+
+
+def _bar(read: Row, begin: float, span: float) -> Html:
+    took = read["began_s_ago"] - read["ended_s_ago"]
+    state = f"{read['state']} ({read['reason']})" if read["reason"] else read["state"]
+    tooltip = (
+        f"lease {read['lease_number']}: {read['reader']} from {read['source']}, publication {read['publication']}, "
+        f"request {read['request_id']}: {state} after {_precise(took)}, {size(read['bytes'])}"
+    )
+    return html(
+        READ,
+        name=read["request_id"] or f"publication {read['publication']}",
+        state=read["state"],
+        left=100 * (begin - read["began_s_ago"]) / span,
+        width=100 * took / span,
+        tooltip=tooltip,
+    )
+
+
+def _precise(seconds: float) -> str:
+    return duration(seconds) if seconds >= 10 else f"{seconds:.3g} s"

@@ -83,7 +83,7 @@ def rank_rows(engine: Engine, first: int) -> tuple[list[Row], int]:
                 "Planes": 0 if registration is None else len(registration.geometry.planes),
                 "Cache": "" if registration is None else size(registration.cache_bytes),
                 "Node": engine.nodes.get(rank, ""),
-                "Watched": rank in engine.watched_ranks,
+                "Watched": "yes" if rank in engine.watched_ranks else "no",
             }
         )
     return rows, following if following < engine.num_ranks else 0

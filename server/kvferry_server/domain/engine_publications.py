@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+from collections import Counter
 from dataclasses import dataclass, field
 
 from kvferry._wire.authority import PublicationKeys, engine_key
@@ -32,7 +33,8 @@ class EnginePublications:
     publications: dict[int, PublicationRecord] = field(default_factory=dict)  # until their release is acknowledged
     listed: Ordered[PublicationRecord] = field(default_factory=Ordered)  # the arrived publications, in order
     declined: set[PublicationRecord] = field(default_factory=set)  # declined before they arrived, and not ended yet
-    num_released: int = 0
+    pinned: dict[PublicationRecord, None] = field(default_factory=dict)  # arrived and not released, oldest first
+    pinned_blocks: Counter[str] = field(default_factory=Counter)  # by group, over all pinned publications
     live_leases: int = 0  # number of live leases on publications
     high_water: int = 0  # the highest number seen
     skipped: dict[int, float] = field(default_factory=dict)  # by unseen number below `high_water`, time of the skip
@@ -52,6 +54,18 @@ class EnginePublications:
     @property
     def num_arrived(self) -> int:
         return len(self.listed)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that the pinned publications hold on all ranks that have registered. A block counts once for each
+        publication that holds it."""
+        return sum(count * self.life.block_bytes[group] for group, count in self.pinned_blocks.items())
+
+    def unpin(self, publication: PublicationRecord) -> None:
+        """Note that a pinned publication is released. Call this before its steps are dropped."""
+        del self.pinned[publication]
+        # The difference leaves out groups without blocks: a peer chooses their names.
+        self.pinned_blocks -= Counter({group: held.blocks for group, held in publication.extents.items()})
 
     def bytes_of(self, publication: PublicationRecord) -> int:
         """Return the bytes that an unreleased publication holds on all ranks that have registered."""

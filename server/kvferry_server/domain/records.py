@@ -173,7 +173,7 @@ class Records:
     def counts(self, source: EngineRef) -> tuple[int, int]:
         """Return the numbers of unreleased publications of an incarnation and of live leases on them."""
         engine = self.engines.get(source)
-        return (engine.num_arrived - engine.num_released, engine.live_leases) if engine else (0, 0)
+        return (len(engine.pinned), engine.live_leases) if engine else (0, 0)
 
     def released(self, source: EngineRef) -> list[PublicationRecord]:
         """Return the released publications that their source has not acknowledged."""
@@ -233,6 +233,7 @@ class Records:
         numbers = engine.numbers_size
         engine.see(publication.number, now)
         engine.listed.add((publication.number,), publication)
+        engine.pinned[publication] = None
         self.memory.take(engine.source, engine.numbers_size - numbers)
         for lease in publication.leases:
             engine.waiting_reads.give(lease.request.holder)
@@ -373,7 +374,6 @@ class Records:
         size = PUBLICATION_BYTES + sum(lease.size for lease in forgotten)
         if publication.stage is not PublicationStage.AWAITED:
             engine.listed.remove((publication.number,))
-            engine.num_released -= publication.stage is PublicationStage.RELEASED
             if engine.recovering:
                 engine.forgotten.add(publication.number)
                 size -= NUMBER_BYTES
@@ -416,7 +416,7 @@ class Records:
     def _release(self, publication: PublicationRecord, now: float) -> None:
         engine = self.engines[publication.source]
         self.move(publication, PublicationStage.RELEASED, now)
-        engine.num_released += 1
+        engine.unpin(publication)
         checksum_bytes = publication.checksums.clear()
         self.memory.give(engine.source, publication.size + checksum_bytes)
         publication.drop_steps()

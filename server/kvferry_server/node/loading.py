@@ -32,8 +32,11 @@ from kvferry_server.node.policy_file import read_policy
 
 CONFIG_FILE = ENV_PREFIX + "CONFIG"
 CLIENT_PREFIX = "KVFERRY_"  # Of variables that the command line and engines read; once also of kvferryd's settings
-_NAMES = "SERVER ADDRESS ALLOWED_HOMES DIRECTORY ENGINE_ID LAYER_NAMES PREFIX_SHARE PREFIX_WAIT PROMPT_CHECK READ_TIMEOUT START_TIMEOUT"
-OF_CLIENTS = tuple(f"{CLIENT_PREFIX}{name}" for name in f"{_NAMES} TLS_CA TLS_CERT TLS_KEY".split())
+_NAMES = (
+    "SERVER ADDRESS ALLOWED_HOMES DIRECTORY ENGINE_ID LAYER_NAMES PREFIX_SHARE PREFIX_WAIT PROMPT_CHECK READ_TIMEOUT "
+    "START_TIMEOUT TLS_CA TLS_CERT TLS_KEY"
+)
+OF_CLIENTS = tuple(f"{CLIENT_PREFIX}{name}" for name in _NAMES.split())
 """Variables that the command line and engines read."""
 
 OF_KUBERNETES = re.compile(r"KVFERRY\w*_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_\w+)=.*|KVFERRY\w*_PORT=\w+://.*")

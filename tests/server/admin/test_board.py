@@ -18,6 +18,7 @@ from typing import Any
 
 import grpc
 import pytest
+import yaml
 
 from kvferry._wire.channel import connect
 from kvferry._wire.reference import format_reference, parse_reference
@@ -31,6 +32,7 @@ from tests.support.waiting import until
 
 BOARD = json.loads((ROOT / "deploy" / "grafana" / "kvferry.json").read_text())
 RULES = ROOT / "deploy" / "prometheus" / "kvferry-alerts.yml"
+SCALED = ROOT / "deploy" / "kubernetes" / "keda" / "decode.yaml"
 PANELS = {panel["title"]: panel for panel in BOARD["panels"] if panel["type"] != "row"}
 ALERTS = dict(re.findall(r"- alert: (\w+)\n +expr: (?:>-\n)?(.*?)\n +(?:for|labels):", RULES.read_text(), re.DOTALL))
 MONITORING = (ROOT / "docs" / "monitoring.md").read_text()
@@ -166,6 +168,18 @@ def test_board_expressions_all_have_data(prometheus: Prometheus) -> None:
         if not prometheus.query(concrete(target["expr"])) and not any(name in target["expr"] for name in NEED_TLS)
     ]
     assert without == []
+
+
+@pytest.mark.slow
+def test_signal_by_which_decode_is_scaled_is_a_share_of_the_cache(prometheus: Prometheus) -> None:
+    pinned, _ = yaml.safe_load(SCALED.read_text())["spec"]["triggers"]
+    of_prefill = 'engine=~"prefill-.*"'
+    expression = pinned["metadata"]["query"]
+    assert expression.count(of_prefill) == 2
+    of_party = expression.replace(of_prefill, 'engine=~"engine-.*"')
+    # The engine is dead by now.
+    (found,) = prometheus.query(f"max_over_time(({of_party})[5m:1s])")
+    assert 0 < float(found["value"][1]) < 0.1
 
 
 @pytest.mark.slow

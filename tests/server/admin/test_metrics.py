@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -17,16 +18,20 @@ import kvferry
 from kvferry._wire.channel import connect
 from kvferry.v1 import errors_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.admin.metrics import METRICS
 from kvferry_server.domain.limits import Limits
 from kvferry_server.node.loading import configure
 from kvferry_server.node.server import NodeServer
 from tests.server.admin.conftest import Watched
 from tests.support.admin_listeners import Scraped, get
 from tests.support.node_servers import Kvferryd
+from tests.support.parties import P2, Scene
 from tests.support.raw_parties import Party
 from tests.support.waiting import until
 
 SERVICE = "kvferry.v1.KVTransfer/"
+SIGNALS = ("pinned_publications", "pinned_bytes", "oldest_pin_age_seconds", "cache_bytes")
+OF_ENGINE = re.compile(r'^kvferry_engine_(\w+)\{engine="([^"]*)"\}', re.MULTILINE)
 
 
 def scraped(
@@ -140,6 +145,44 @@ def test_engine_budgets_show_the_fullest_engine(tmp_path: Path) -> None:
         other.close()
 
 
+def test_signals_for_autoscalers_are_those_of_each_engine(tmp_path: Path) -> None:
+    flags = ["--unix", "", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--drain", "0", "--engine-ttl", "1"]
+    with Kvferryd(*flags) as server, connect(server.address) as channel:
+        busy, idle = Party(channel, "busy"), Party(channel, "idle")
+        busy.live()
+        busy.publish()
+        idle.live()
+        idle.notify_reader(pb.Notification(cancel=pb.CancelRead(lease_id=idle.lease_id)))
+        idle.notify_reader(pb.Notification(decline=pb.Decline(reference=idle.reference())))
+        seen = scraped(server.admin, "kvferry_engine_pinned_publications", 0, engine=idle.name)
+        assert seen("kvferry_engine_pinned_bytes", engine=idle.name) == 0
+        assert seen("kvferry_engine_oldest_pin_age_seconds", engine=idle.name) == 0
+        # Each publication has 4 blocks of the 1,000 of the cache.
+        held = seen("kvferry_engine_cache_bytes", engine=busy.name) * 2 * 4 // 1000
+        assert seen("kvferry_engine_pinned_publications", engine=busy.name) == 2
+        assert seen("kvferry_engine_pinned_bytes", engine=busy.name) == held > 0
+        assert 0 < seen("kvferry_engine_oldest_pin_age_seconds", engine=busy.name) < 60
+        idle.close()
+        busy.close()
+        # The series of dead engines end.
+        until(lambda: not OF_ENGINE.search(Scraped(server.admin).text))
+
+
+def test_engine_that_starts_anew_goes_on_with_its_series() -> None:
+    """Right after a start of the home, which cannot tell which incarnation is the older."""
+    scene = Scene()
+    scene.publish(1)
+    scene.wait(2.0)
+    scene.open(P2)
+    node: Any = SimpleNamespace(
+        home=SimpleNamespace(clock=scene.clock, records=scene.records), alive=scene.registry.all_engines()
+    )
+    assert len(node.alive) == 2
+    values = {metric.name: value for metric, value in METRICS}
+    assert values["kvferry_engine_pinned_publications"](node) == {"prefill": 1}
+    assert values["kvferry_engine_oldest_pin_age_seconds"](node) == {"prefill": 2.0}
+
+
 def test_unknown_methods_share_a_label(watched: Watched) -> None:
     with connect(watched.server.addresses[1]) as channel:
         for name in ("a", "b", "c"):
@@ -151,12 +194,15 @@ def test_unknown_methods_share_a_label(watched: Watched) -> None:
 
 
 def test_labels_do_not_grow_with_the_fleet(watched: Watched) -> None:
-    """Labels are words of the code: no label has an id, or comes from a peer."""
+    """Labels are words of the code: no label has an id, or comes from a peer. Only four series are those of an
+    engine."""
     seen = Scraped(watched.admin)
+    names = OF_ENGINE.findall(seen.text)
+    assert sorted(names) == sorted((signal, watched.party.name) for signal in SIGNALS)
     reasons = set(errors_pb2.ErrorReason.keys())
     allowed = re.compile(r"[a-z_]+|[\d.e+-]+|\+Inf|OK|CANCELLED|ABORTED|(kvferry|grpc)[\w.]+/\w+|[\d.]+(rc|dev)?\d*")
-    assert [label for label in seen.labels - reasons if not allowed.fullmatch(label)] == []
-    for secret in (watched.party.name, watched.party.ref.incarnation.hex(), "request-1"):
+    assert [label for label in seen.labels - reasons if not allowed.fullmatch(label)] == [watched.party.name]
+    for secret in (watched.party.ref.incarnation.hex(), "request-1"):
         assert secret not in seen.text
 
 

@@ -15,7 +15,7 @@ from kvferry_server.domain.journal import LAST_READS
 from kvferry_server.domain.publications import Lease, PublicationStage
 from kvferry_server.domain.reads import RankOutcome
 from kvferry_server.domain.times import Times
-from tests.support.parties import D, E, FakeClock, P, Scene, key
+from tests.support.parties import GROUPS, D, E, FakeClock, P, Scene, key
 
 EVENTS = "kvferry_server.events"
 DOINGS = (
@@ -33,6 +33,11 @@ def recount(scene: Scene) -> None:
     assert set(journal.pinned) == set(pinned)
     if pinned:
         assert next(iter(journal.pinned)).first_at == min(one.first_at for one in pinned)
+    engine = records.engines[P]
+    assert list(engine.pinned) == [one for one in journal.pinned if one.source == P]
+    assert records.counts(P) == (len(pinned), engine.live_leases)
+    assert engine.pinned_bytes == sum(engine.bytes_of(one) for one in pinned)
+    assert not set(engine.pinned_blocks) - {group for one in pinned for group in one.extents}
     live = [lease for lease in records.leases() if lease.live]
     assert +journal.live_leases == Counter(lease.state for lease in live)
     assert journal.granted == len(live) + sum(journal.ended.values())
@@ -44,6 +49,7 @@ def recount(scene: Scene) -> None:
 def test_metrics_equal_a_recount_of_all_records(seed: int) -> None:
     chance = random.Random(seed)
     scene = Scene(Times(ttl=2, max_ttl=2, hold=3, final=20, max_wait=4))
+    scene.engine.block_bytes.update({group.name: 1000 for group in GROUPS})
     leases = list[Lease]()
     for turn in range(150):
         number = turn // 10 + chance.randint(1, 4)

@@ -1,0 +1,128 @@
+"""The problems at the head of the page: which there are, in which order, with missing ranks and the next step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from kvferry_server.admin.problems import (
+    BAD_ENDS,
+    COMES_BACK,
+    LOOK,
+    MAX_ENGINES,
+    RANKS_ABSENT,
+    RANKS_GONE,
+    RECENT,
+    Problem,
+    problems,
+)
+from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.reads import RankOutcome, RankReport
+from tests.support.parties import SECRETS, D, E, P, Scene, rank_geometry, registration
+
+
+def node(scene: Scene, ready: str = "", healthy: str = "") -> Any:
+    """A node server whose home has these records."""
+    home = SimpleNamespace(clock=scene.clock, records=scene.records, journal=scene.records.journal)
+    return SimpleNamespace(
+        home=home,
+        engines=scene.registry.all_engines(),
+        why_not_ready=lambda: ready,
+        why_not_healthy=lambda: healthy,
+    )
+
+
+def found(scene: Scene) -> list[Problem]:
+    return list(problems(node(scene), recovering=False)[0])
+
+
+def registered(scene: Scene, engine: EngineRef, *ranks: int, of: int) -> None:
+    for rank in ranks:
+        scene.registry.register(registration(engine, rank, of), SECRETS[engine])
+
+
+def test_node_server_comes_first() -> None:
+    scene = Scene()
+    (first, second, third, engine), _ = problems(node(scene, "draining", "timers stopped"), recovering=True)
+    assert [each.state for each in (first, second, third)] == ["ill", "unready", "recovering"]
+    assert "timers stopped" in first.what
+    assert "draining" in second.what
+    assert engine == Problem("incomplete", P.engine_id, "no rank has registered", RANKS_ABSENT)
+
+
+def test_engines_that_work_are_no_problem() -> None:
+    scene = Scene()
+    registered(scene, P, 0, 1, of=2)
+    assert found(scene) == []
+
+
+def test_ranks_that_are_missing_are_named() -> None:
+    scene = Scene()
+    registered(scene, P, 0, 3, of=8)
+    what = "6 of 8 ranks are missing; not registered: ranks 1-2, 4-7"
+    assert found(scene) == [Problem("incomplete", P.engine_id, what, RANKS_ABSENT)]
+
+
+def test_ranks_that_are_gone_are_named_with_lost_nodes() -> None:
+    scene = Scene()
+    registered(scene, P, 0, 1, of=3)
+    for rank, address in ((0, ""), (1, "node-7:7423")):
+        scene.registry.open_rank(P, SECRETS[P], rank, address)
+        scene.registry.close_rank(P, rank)
+    scene.wait(scene.times.engine_ttl)
+    (problem,) = found(scene)
+    assert problem.what == "3 of 3 ranks are missing; gone: ranks 0-1; not registered: rank 2; lost nodes: node-7:7423"
+    assert problem.next_step == RANKS_GONE
+
+
+def test_most_ranks_are_only_counted() -> None:
+    scene = Scene()
+    scene.registry.register(registration(P, 0, 1000, geometry=rank_geometry()), SECRETS[P])
+    assert found(scene)[0].what == "999 of 1000 ranks are missing; not registered: ranks 1-64; and 935 more"
+
+
+def test_dead_engines_come_before_lost_ones() -> None:
+    scene = Scene()
+    scene.open(D)
+    scene.open(E)
+    registered(scene, D, 0, of=1)
+    scene.registry.close_engine(E)
+    scene.wait(8.0)
+    scene.registry.close_engine(P)
+    scene.wait(4.0)
+    dead, lost = found(scene)
+    assert dead.state == "dead"
+    assert f"{E.engine_id}: its scheduler has been away for 12 s" in dead.what
+    # It has no page any more.
+    assert (dead.engine_id, dead.next_step) == ("", LOOK)
+    assert (lost.state, lost.engine_id, lost.next_step) == ("lost", P.engine_id, COMES_BACK)
+    assert lost.what == "its scheduler has been away for 4.0 s; it counts as dead after 10 s"
+
+
+def test_most_engines_are_only_counted() -> None:
+    shown = node(Scene())
+    shown.engines = list(shown.engines) * (MAX_ENGINES + 7)
+    described, left = problems(shown, recovering=False)
+    assert (len(described), left) == (MAX_ENGINES, 7)
+
+
+def test_reads_that_ended_badly_are_summed_up_and_forgotten() -> None:
+    scene = Scene()
+    registered(scene, P, 0, of=1)
+    scene.publish(1)
+    for name in ("one", "two"):
+        lease = scene.grant(1, D, name)
+        report = RankReport(0, RankOutcome.FAILED, reason="TRANSFER_STUCK")
+        scene.lessor.report(lease.lease_id, D, [report])
+        scene.wait(1.0)
+    scene.grant(1, E)
+    scene.wait(scene.times.ttl + 1)
+    expired, failed = found(scene)
+    assert (expired.state, expired.what) == ("expired", f"{E.engine_id} from {P.engine_id}: a read, 1.0 s ago")
+    assert (failed.state, failed.next_step) == ("failed", BAD_ENDS["failed"])
+    assert failed.what == f"{D.engine_id} from {P.engine_id}: 2 reads, the last 32 s ago, TRANSFER_STUCK"
+    scene.publish(2)
+    good = scene.grant(2, D)
+    scene.report(good, 0)
+    scene.wait(RECENT)
+    assert found(scene) == []
