@@ -26,7 +26,9 @@ TIMEOUT = 60.0
 
 def run(*command: str | Path, timeout: float = TIMEOUT, **options: Any) -> str:
     """Run a program to its end; its standard output. Raises with what it said where it fails."""
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=timeout, **options)
+    done: subprocess.CompletedProcess[str] = subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, timeout=timeout, **options
+    )
     if done.returncode:
         raise AssertionError(f"{command}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
     return done.stdout
