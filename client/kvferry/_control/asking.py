@@ -32,12 +32,12 @@ LATE_ANSWER = 1.0
 SHORTEST_WAIT = 0.001
 """Seconds; zero would be the contract's default."""
 
-ENDED = (
-    *(PublicationAborted, PublicationReleased, NotPublished, PublicationTimeout),
-    *(PeerRestarted, EngineUnknown),
-)
-"""Ends of a question before its answer could be read: the source has withdrawn it, or was stopped; or its home, which
-has restarted, knows no such question."""
+ENDED = (PublicationAborted, PublicationReleased, NotPublished, PublicationTimeout)
+"""Ends of an answer before it could be read: the source has withdrawn it, or its home, which has restarted, knows no
+such question."""
+
+STOPPED = (PeerRestarted, EngineUnknown)
+"""Of an engine that has been asked: it was stopped before it answered."""
 
 
 class AskingAcquisition(Acquisition):
@@ -88,8 +88,8 @@ class AskingAcquisition(Acquisition):
             # A home that refuses the read, or says that there is nothing, has no question any more.
             if taken and not isinstance(error, (Refused, NotFound)):
                 self._withdraw()
-            ended = taken and isinstance(error, ENDED)
-            raise _missed(self._request.reference.engine_id, error, ended=ended) from None
+            ends = (*ENDED, *STOPPED) if taken else ENDED
+            raise _missed(self._request.reference.engine_id, error, ends) from None
         finally:
             timer.cancel()
 
@@ -101,11 +101,11 @@ class AskingAcquisition(Acquisition):
             await request.home.notify_one(pb.NotifyRequest(sender=self._asked.reader, notifications=[question]), left)
 
 
-def _missed(engine_id: str, error: KvferryError | None, *, ended: bool = False) -> KvferryError:
-    """Return the error with which a question ends, which has `ended` by itself or not; None: its home is silent."""
+def _missed(engine_id: str, error: KvferryError | None, ends: tuple[type[KvferryError], ...] = ()) -> KvferryError:
+    """Return the error with which a question ends; None: its home is silent. Those of `ends` are no answer."""
     if isinstance(error, BlocksShort):
         problem, why = f"has published another part: {error}", MissReason.NOT_CACHED
-    elif error is None or error.retryable or ended:
+    elif error is None or error.retryable or isinstance(error, ends):
         problem, why = f"has not answered in time: {error or 'its home is silent'}", MissReason.NO_ANSWER
     else:
         return error
