@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -24,6 +25,7 @@ SECRET = router_reference("home.example:7423", "prefill")
         ([ENGINE, "4294967296", "--output", "kv"], "4294967295"),
         ([ENGINE, "1", "--output", "missing/kv"], "cannot write missing/kv"),
         ([ENGINE, "1", "--output", "."], "cannot write ."),
+        ([ENGINE, "1", "--output", "n" * 300], "cannot write"),
         ([ENGINE, "1"], "--output"),
         ([ENGINE, "1", "--first-token", "1", "--output", "kv"], "has 1 tokens"),
         (["prefill", "1", "--output", "kv"], "names no home"),
@@ -43,6 +45,20 @@ def test_fetch_refuses_what_it_cannot_ask(
     # Arguments may be secrets.
     assert SECRET not in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_fetch_takes_the_place_of_a_file_only(kind: str, tmp_path: Path) -> None:
+    output = tmp_path / "kv"
+    if kind == "pipe":
+        os.mkfifo(output)
+    else:
+        output.symlink_to(os.devnull)
+    before = output.lstat()
+    done = run_kvferry("fetch", ENGINE, "1", "--output", str(output))
+    assert done.returncode == 2
+    assert "cannot write" in done.stderr
+    assert output.lstat() == before
 
 
 def test_fetch_without_its_extra_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

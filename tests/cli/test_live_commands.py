@@ -7,8 +7,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
+from kvferry._cli.connection import Node
+from kvferry.v1 import introspection_pb2 as ipb
 from tests.cli.conftest import CACHE_BYTES, READER, SOURCE, Run, Stage
 from tests.support.certificates import Authority, tls_flags
 from tests.support.command_line import run_kvferry
@@ -89,6 +92,22 @@ def test_server_without_engines_prints_a_sentence(empty: Kvferryd) -> None:
         assert waits == f"{empty.address} waits for engines that it had, or for their snapshots: lists may lack some."
         found = answer(run_kvferry(command, "--server", empty.address, "--json"))
         assert (found[command], found["recovering"]) == ([], True)
+
+
+def test_lists_of_several_pages_say_whether_the_home_waited_during_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The home was restarted between two of them."""
+    one = [ipb.RequestSummary()]
+    pages = iter(
+        (
+            ipb.ListRequestsResponse(requests=one, next_page_token="1"),
+            ipb.ListRequestsResponse(requests=one, next_page_token="2", recovering=True),
+            ipb.ListRequestsResponse(requests=one),
+        )
+    )
+    monkeypatch.setattr(Node, "call", lambda *_: next(pages))
+    with grpc.insecure_channel("127.0.0.1:1") as channel:
+        found = Node("home", channel, None, 1.0, True).listing("requests")
+    assert (len(found.requests), found.next_page_token, found.recovering) == (3, "", True)
 
 
 def test_engines_of_several_servers_say_which_of_them_wait_for_theirs(stage: Stage, empty: Kvferryd) -> None:

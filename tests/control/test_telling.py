@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,11 +17,13 @@ import pytest
 from kvferry._clock import now, to_duration
 from kvferry._control import lease_holder, notifier
 from kvferry._control.acquisition import Acquired, AcquireRequest
-from kvferry._control.connection import Control
+from kvferry._control.batches import BATCH
+from kvferry._control.connection import CALL_TIMEOUT, Control, NotificationAnswer
 from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.lease_holder import Answer, LeaseHolder
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.retrying import retrying
+from kvferry._tracing import NO_SPAN, Span
 from kvferry._wire.status import to_notification_error
 from kvferry.errors import (
     Closed,
@@ -27,6 +31,7 @@ from kvferry.errors import (
     InternalError,
     KvferryError,
     LimitReached,
+    NotAllowed,
     PublicationAborted,
     PublicationStale,
     ServerDraining,
@@ -40,8 +45,12 @@ from tests.support.blocking_control import BlockingControl, looping, on_loop
 from tests.support.waiting import until
 
 
+def kinds_of(request: pb.NotifyRequest) -> list[str | None]:
+    return [told.WhichOneof("kind") for told in request.notifications]
+
+
 def kinds(server: Scripted) -> list[str | None]:
-    return [told.WhichOneof("kind") for request in server.notified for told in request.notifications]
+    return [kind for request in server.notified for kind in kinds_of(request)]
 
 
 def cancel(holder: LeaseHolder, control: Control) -> None:
@@ -51,10 +60,15 @@ def cancel(holder: LeaseHolder, control: Control) -> None:
 
 
 def report(
-    holder: LeaseHolder, control: Control, lease: bytes, shares: Sequence[pb.RankReport], heard: list[Answer]
+    holder: LeaseHolder,
+    control: Control,
+    lease: bytes,
+    shares: Sequence[pb.RankReport],
+    heard: list[Answer],
+    span: Span = NO_SPAN,
 ) -> None:
     read = cast(AcquireRequest, SimpleNamespace(home=control))
-    holder.report(read, ReaderLease(lease, now(), 60.0, 20.0), shares, heard.append)
+    holder.report(read, ReaderLease(lease, now(), 60.0, 20.0), shares, heard.append, span)
 
 
 @pytest.mark.parametrize("way", ["as a result", "as a status"])
@@ -97,25 +111,82 @@ def test_a_decline_that_a_home_refuses_is_logged_once(tmp_path: Path) -> None:
 def test_a_report_is_repeated_until_it_is_answered(tmp_path: Path, ranks: int) -> None:
     with scripted(tmp_path) as (server, control), holding(control) as holder:
         valid = pb.NotificationResult(read_ended=pb.ReadEnded(verdict=pb.VERDICT_VALID))
+        drains = [ServerDraining("not now")]
 
         def notify(request: pb.NotifyRequest) -> list[pb.NotificationResult]:
-            if len(server.notified) == 1:
-                return []
-            if len(server.notified) == 2:
-                raise ServerDraining("not now")
+            if drains:
+                raise drains.pop()
             return [valid for _ in request.notifications]
 
-        server.notify = notify
+        server.notify = lambda _: []
         verdicts: list[Answer] = []
         reports = [pb.RankReport(rank=rank, outcome=pb.RANK_OUTCOME_DONE, bytes=1 << 60) for rank in range(ranks)]
         on_loop(server.loop, lambda: report(holder, control, LEASE, reports, verdicts))
-        # A home that answers with less than was asked has answered nothing, and is not asked again.
-        until(lambda: bool(verdicts))
-        assert isinstance(verdicts[0], KvferryError)
+        # A home that answers with less than was asked has answered nothing, and in the end is not asked again.
+        until(lambda: len(verdicts) == -(-ranks // BATCH))
+        assert all(isinstance(verdict, KvferryError) for verdict in verdicts)
+        server.notify = notify
         on_loop(server.loop, lambda: report(holder, control, LEASE, reports, verdicts))
         until(lambda: pb.VERDICT_VALID in verdicts)
         said = [told.read_done for told in server.notified[-1].notifications]
         assert [report.rank for done in said for report in done.reports] == list(range(ranks))
+
+
+def test_a_report_has_the_time_of_other_calls_from_its_second_attempt_on() -> None:
+    """An overloaded home answers after more than the time for a verdict; each attempt costs it the same again."""
+    timeouts: list[float] = []
+    verdicts: list[Answer] = []
+    traced: list[None] = []
+
+    class Recorded(Span):
+        @contextmanager
+        def calling(self) -> Generator[None]:
+            traced.append(None)
+            yield
+
+    class Home:
+        address = "home:1"
+
+        async def notify(self, request: pb.NotifyRequest, timeout: float) -> list[NotificationAnswer]:
+            timeouts.append(timeout)
+            if timeout < CALL_TIMEOUT or len(timeouts) < 3:
+                raise Unreachable("no answer in time", address=self.address)
+            return [pb.NotificationResult(read_ended=pb.ReadEnded(verdict=pb.VERDICT_VALID))]
+
+    home: Any = Home()
+    with looping() as loop, holding(Control("home:1", None, loop)) as holder:
+        share = pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE)
+        on_loop(loop, lambda: report(holder, home, LEASE, [share], verdicts, Recorded()))
+        until(lambda: len(timeouts) == 3)
+        until(lambda: verdicts == [None, None, pb.VERDICT_VALID])
+    assert timeouts == [lease_holder.VERDICT_TIMEOUT, CALL_TIMEOUT, CALL_TIMEOUT]
+    assert len(traced) == 1
+
+
+def test_what_a_home_refuses_costs_no_other_notification_of_the_call(tmp_path: Path) -> None:
+    """Access is decided for the whole call, and a router may have given a reader what it may not read."""
+    with scripted(tmp_path) as (server, control):
+
+        def notify(request: pb.NotifyRequest) -> list[pb.NotificationResult]:
+            if "decline" in kinds_of(request):
+                raise NotAllowed("not this engine")
+            return [DONE for _ in request.notifications]
+
+        server.notify = notify
+        answers: dict[int, NotificationAnswer | None] = {}
+        told = [pb.Notification(cancel=pb.CancelRead(lease_id=LEASE)) for _ in range(6)]
+        told[2] = pb.Notification(decline=pb.Decline(reference=reference(control.address)))
+        one = notifier.Notifier(server.loop, pb.EngineRef(engine_id="reader", incarnation=b"i" * 16))
+
+        def send() -> None:
+            for number, notification in enumerate(told):
+                one.send(control, [notifier.Message(notification, now() + 60, partial(answers.setdefault, number))])
+
+        on_loop(server.loop, send)
+        until(lambda: len(answers) == 6)
+        assert len(server.notified[0].notifications) == 6
+        assert isinstance(answers.pop(2), NotAllowed)
+        assert list(answers.values()) == [DONE] * 5
 
 
 @pytest.mark.parametrize("limit", ["MAX_WAITING", "MAX_WAITING_AT_HOME"])

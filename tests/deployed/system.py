@@ -45,6 +45,7 @@ class System:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            # openssl prints what the server sends of HTTP/2.
             errors="replace",
             timeout=TIMEOUT,
             check=False,

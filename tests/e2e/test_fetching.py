@@ -35,6 +35,11 @@ def limited(*given):
     serialize_file(*given)
 safetensors.serialize_file = limited
 """
+NO_MEMORY = """
+import numpy
+zeros = numpy.zeros
+numpy.zeros = lambda size, *of: zeros(1 << 60 if of == (numpy.uint8,) else size, *of)
+"""
 PROGRAM = """
 import sys
 from kvferry._cli import main
@@ -142,13 +147,15 @@ def test_fetch_takes_secrets_and_tokens_from_files_and_begins_inside_a_block(
 ) -> None:
     source, blocks, request = source_of(engine, homes[0], 2)
     (tmp_path / "tokens.json").write_text(json.dumps(IDS))
-    options = ("--first-token", 20, "--output", tmp_path / "kv")
+    # The longest name that a file can have.
+    output = tmp_path / ("kv" * 127)
+    options = ("--first-token", 20, "--output", output)
     for tokens, more in ((tmp_path / "tokens.json", ""), ("-", " ".join(PROMPT))):
         given = f"{source.session.engine_reference}\n{more}"
         running = Fetch("-", "--tokens", tokens, *options, stdin=given)
         answer(source.session, blocks, first=20)
         assert running.ended().returncode == 0
-        assert check(tmp_path / "kv", request, first=20)["first_token"] == "20"
+        assert check(output, request, first=20)["first_token"] == "20"
 
 
 def test_fetch_of_nothing_writes_nothing(engine: MakeEngine, homes: tuple[str, str], tmp_path: Path) -> None:
@@ -175,6 +182,16 @@ def test_fetch_that_cannot_write_all_leaves_the_file_of_before(
     assert (done.returncode, done.stdout) == (1, "")
     assert "cannot write" in done.stderr
     assert [(file.name, file.read_text()) for file in tmp_path.glob("*kv*")] == [("kv", "of before")]
+
+
+def test_fetch_of_more_than_memory_holds_asks_nobody(
+    engine: MakeEngine, homes: tuple[str, str], tmp_path: Path
+) -> None:
+    source, _, _ = source_of(engine, homes[0], 1)
+    done = Fetch(source.session.engine_reference, *PROMPT, "--output", tmp_path / "kv", program=NO_MEMORY).ended()
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "kvferry: no memory for 20480 bytes, the cache of 75 tokens"
+    assert source.session.questions(timeout=0.1) == []
 
 
 HYBRID = {

@@ -352,6 +352,27 @@ def test_a_home_that_ends_during_a_question_is_a_miss(
     assert source.outcome(publication) is not ReleaseOutcome.READ
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["stays away", "starts again"])
+@pytest.mark.parametrize("named", [False, True], ids=["by reference", "by name"])
+def test_an_engine_that_is_stopped_during_a_question_is_a_miss(
+    fabric: Fabric, source: Engine, asker: Engine, named: bool, again: bool
+) -> None:
+    reference = source.port.engine_reference
+    engine = Listing("p", parse_engine_reference(reference).home) if named else reference
+    asker.port.ask("mine", engine, PROMPT, wait=2.0)
+    source.question()
+    fabric.wait_until_waiting()
+    source.port.close()
+    if again:
+        # It was not asked.
+        assert Engine(fabric, "p", source=True).port.questions() == []
+    fabric.advance(0.5)
+    found = asker.refusal()
+    assert isinstance(found, PrefixMiss)
+    assert found.values["why"] == "NO_ANSWER"
+    assert outcomes(fabric) == {"UNANSWERED": 1}
+
+
 def test_engines_ask_again_after_their_home_has_restarted(fabric: Fabric, source: Engine, asker: Engine) -> None:
     asker.ask(source)
     first = source.question()

@@ -202,4 +202,7 @@ class Node:
             page = self.call(call, request)
             paged(whole).extend(paged(page))
             whole.next_page_token, taken = page.next_page_token, taken + 1
+            if getattr(page, "recovering", False):
+                # The home was restarted meanwhile.
+                whole.recovering = True
         return whole

@@ -6,10 +6,11 @@ import json
 import os
 import re
 import secrets
+import stat
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -63,8 +64,7 @@ def fetch(
     prompt = _prompt(given or [], tokens, adapter)
     if first_token >= len(prompt):
         raise typer.BadParameter(f"the prompt has {len(prompt)} tokens", param_hint="--first-token")
-    if not os.access(output.parent, os.W_OK) or output.is_dir():
-        raise typer.BadParameter(f"cannot write {output}", param_hint="--output")
+    _check(output)
     safetensors = _safetensors()
     asked, engine_id, home = _named(source, directory, connection.timeout)
     with connection.node(home) as node:
@@ -93,6 +93,16 @@ def fetch(
     _write(safetensors, found, about, output)
     size = sum(tensor.size for tensor in found)
     print(safe(f"{output}: tokens [{first_token}, {end}) of {len(prompt)}, {len(found)} tensors, {size} bytes"))
+
+
+def _check(output: Path) -> None:
+    try:
+        # The file would take the place of a device or a pipe.
+        free = stat.S_ISREG(output.stat().st_mode)
+    except OSError as error:
+        free = isinstance(error, FileNotFoundError)
+    if not (free and os.access(output.parent, os.W_OK)):
+        raise typer.BadParameter(f"cannot write {output}", param_hint="--output")
 
 
 def _prompt(given: list[str], file: str, adapter: str) -> Prompt:
@@ -148,7 +158,10 @@ def _read(
     from kvferry._engine_spec import EngineSpec
     from kvferry.engine import SchedulerPort, WorkerPort
 
-    memory = np.zeros(cache.size, np.uint8)
+    try:
+        memory = np.zeros(cache.size, np.uint8)
+    except MemoryError:
+        _fail(f"no memory for {cache.size} bytes, the cache of {len(prompt)} tokens")
     name = f"fetch-{secrets.token_hex(4)}"
     # An engine that holds a part of the model only can be read, too.
     spec = EngineSpec(name, cache.groups, identity=engine.identity, partial=True)
@@ -176,15 +189,19 @@ def _write(safetensors: Any, found: Iterable[WholeTensor], about: dict[str, str]
         )
         for tensor in found
     }
-    part = output.with_name(f".{output.name}.{secrets.token_hex(4)}.part")
+    part = output.with_name(f".kvferry-{secrets.token_hex(4)}.part")
     try:
         safetensors.serialize_file(specs, part, about)
         part.replace(output)
     except (OSError, safetensors.SafetensorError) as error:
-        print(f"kvferry: cannot write {output}: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+        _fail(f"cannot write {output}: {error}")
     finally:
         part.unlink(missing_ok=True)
+
+
+def _fail(problem: str) -> NoReturn:
+    print(safe(f"kvferry: {problem}"), file=sys.stderr)
+    raise typer.Exit(1) from None
 
 
 def _safetensors() -> Any:

@@ -74,7 +74,7 @@ class WholeCache:
                 found[group.name] = Blocks([0], state_token=0 if theirs is None else theirs.state_token)
             else:
                 end = max(first, 0 if theirs is None else theirs.end_token or 0)
-                ids = range(first // group.block_tokens, -(-end // group.block_tokens))
+                ids = range(first // group.block_tokens, min(-(-end // group.block_tokens), group.num_blocks))
                 found[group.name] = Blocks(ids, first, end)
         return found
 

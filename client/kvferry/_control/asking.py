@@ -13,9 +13,11 @@ from kvferry._control.retrying import retrying
 from kvferry._wire.outcomes import MissReason
 from kvferry.errors import (
     BlocksShort,
+    EngineUnknown,
     KvferryError,
     NotFound,
     NotPublished,
+    PeerRestarted,
     PrefixMiss,
     PublicationAborted,
     PublicationReleased,
@@ -33,6 +35,9 @@ SHORTEST_WAIT = 0.001
 ENDED = (PublicationAborted, PublicationReleased, NotPublished, PublicationTimeout)
 """Ends of an answer before it could be read: the source has withdrawn it, or its home, which has restarted, knows no
 such question."""
+
+STOPPED = (PeerRestarted, EngineUnknown)
+"""Of an engine that has been asked: it was stopped before it answered."""
 
 
 class AskingAcquisition(Acquisition):
@@ -83,7 +88,8 @@ class AskingAcquisition(Acquisition):
             # A home that refuses the read, or says that there is nothing, has no question any more.
             if taken and not isinstance(error, (Refused, NotFound)):
                 self._withdraw()
-            raise _missed(self._request.reference.engine_id, error) from None
+            ends = (*ENDED, *STOPPED) if taken else ENDED
+            raise _missed(self._request.reference.engine_id, error, ends) from None
         finally:
             timer.cancel()
 
@@ -95,11 +101,11 @@ class AskingAcquisition(Acquisition):
             await request.home.notify_one(pb.NotifyRequest(sender=self._asked.reader, notifications=[question]), left)
 
 
-def _missed(engine_id: str, error: KvferryError | None) -> KvferryError:
-    """Return the error with which a question ends; None: its home is silent."""
+def _missed(engine_id: str, error: KvferryError | None, ends: tuple[type[KvferryError], ...] = ()) -> KvferryError:
+    """Return the error with which a question ends; None: its home is silent. Those of `ends` are no answer."""
     if isinstance(error, BlocksShort):
         problem, why = f"has published another part: {error}", MissReason.NOT_CACHED
-    elif error is None or error.retryable or isinstance(error, ENDED):
+    elif error is None or error.retryable or isinstance(error, ends):
         problem, why = f"has not answered in time: {error or 'its home is silent'}", MissReason.NO_ANSWER
     else:
         return error

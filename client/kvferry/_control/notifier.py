@@ -15,7 +15,7 @@ from kvferry._logs import Log
 from kvferry._loop import Loop, Signal
 from kvferry._threads import guarded
 from kvferry._tracing import NO_SPAN, Span
-from kvferry.errors import KvferryError
+from kvferry.errors import Closed, KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = Log(__name__)
@@ -73,16 +73,19 @@ class Notifier:
 
     def _send_fresh(self) -> None:
         fresh, self._fresh = self._fresh, {}
-        for (home, timeout), left in fresh.items():
-            spans = {message.span for message in left}
-            # A call belongs to one trace; a call about several reads to none.
-            span = spans.pop() if len(spans) == 1 else NO_SPAN
-            notifications = [message.notification for message in left]
-            for request in batches(self._sender, notifications, session_secret=self._secret):
-                batch, left = left[: len(request.notifications)], left[len(request.notifications) :]
-                call = self._loop.spawn(self._attempt(home, request, batch, timeout, span), f"a call to {home.address}")
-                self._calls.add(call)
-                call.add_done_callback(self._calls.discard)
+        for (home, timeout), messages in fresh.items():
+            self._call(home, messages, timeout)
+
+    def _call(self, home: Control, left: Sequence[Message], timeout: float) -> None:
+        spans = {message.span for message in left}
+        # A call belongs to one trace; a call about several reads to none.
+        span = spans.pop() if len(spans) == 1 else NO_SPAN
+        notifications = [message.notification for message in left]
+        for request in batches(self._sender, notifications, session_secret=self._secret):
+            batch, left = left[: len(request.notifications)], left[len(request.notifications) :]
+            call = self._loop.spawn(self._attempt(home, request, batch, timeout, span), f"a call to {home.address}")
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
 
     async def close(self, timeout: float) -> None:
         """Stop repeating notifications, and wait at most `timeout` seconds for the calls in progress. Idempotent."""
@@ -101,6 +104,12 @@ class Notifier:
             with span.calling():
                 answers = await home.notify(request, timeout)
         except KvferryError as error:
+            if len(batch) > 1 and not error.retryable and not isinstance(error, Closed):
+                # What the home refuses must not cost the others their answers: it decides about access by the call.
+                middle = len(batch) // 2
+                self._call(home, batch[:middle], timeout)
+                self._call(home, batch[middle:], timeout)
+                return
             answers = [error] * len(batch)
         for message, answer in zip(batch, answers, strict=True):
             if isinstance(answer, KvferryError):
@@ -122,6 +131,7 @@ class Notifier:
                 logger.warning("a notification to %s (%s) is dropped: %d others wait", home.address, kind, len(waiting))
             _answer(home, message, error)
             return
+        message.timeout, message.span = CALL_TIMEOUT, NO_SPAN
         _answer(home, message, None)
         self._waiting.setdefault(home, []).append(message)
         if home in self._news:
