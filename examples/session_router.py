@@ -22,6 +22,7 @@ from contextlib import closing
 from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeAlias
+from urllib.error import HTTPError
 
 PREFIX_SOURCE = "kvferry_prefix_source"
 """The field of `kv_transfer_params` that names an engine which may have the prompt's beginning in its cache."""
@@ -219,7 +220,7 @@ class Router:
             self._changed.wait_for(lambda: not self._streams[engine] + self._moves[engine])
 
     def stream(self, body: Body) -> Generator[Body, None, None]:
-        """The chunks of a request's answer. Raises `NoEngine`."""
+        """The chunks of a request's answer. Raises `NoEngine`; `ValueError`: an engine says that it is not valid."""
         session, source, moves_from = Session(body), None, ""
         tried, failure = set[str](), Exception("there is none")
         try:
@@ -244,6 +245,8 @@ class Router:
                 except (OSError, LookupError, TypeError, ValueError) as error:
                     # It does not answer, or not as vLLM does.
                     failure = error
+                    if isinstance(error, HTTPError) and error.code == 400 and not session.started:
+                        raise ValueError(error.read().decode(errors="replace")) from error
                     if session.started and not session.movable:
                         raise NoEngine(f"a session that does not move has ended: {error}") from error
                 finally:

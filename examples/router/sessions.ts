@@ -58,6 +58,9 @@ type Body = Record<string, any>;
 
 class NoEngine extends Error {}
 
+/** A request that is not valid, as an engine says. */
+class BadRequest extends Error {}
+
 function post(url: string, body: Body, signal: AbortSignal, path = "/v1/completions"): Promise<Response> {
   const headers = { "content-type": "application/json" };
   return fetch(`${url}${path}`, { method: "POST", headers, body: JSON.stringify(body), signal });
@@ -69,6 +72,7 @@ async function* chunks(url: string, body: Body): AsyncGenerator<Chunk> {
   const late = setTimeout(() => cut.abort(), ANSWER_TIMEOUT);
   try {
     const answer = await post(url, body, cut.signal);
+    if (answer.status === 400) throw new BadRequest(await answer.text());
     if (!answer.ok || !answer.body) throw new Error(`${url} answered ${answer.status}`);
     const text = new TextDecoder();
     let rest = "";
@@ -233,7 +237,7 @@ function leaves(session: Session, engine: Engine): boolean {
   return engine.emptied && elsewhere && engine.moves < MOST_MOVES && session.movable && !session.finished;
 }
 
-/** The chunks of a request's answer. Throws `NoEngine`. */
+/** The chunks of a request's answer. Throws `NoEngine` and `BadRequest`. */
 async function* stream(body: Body): AsyncGenerator<Chunk> {
   const session = new Session(body);
   let source: string | null = null;
@@ -267,6 +271,7 @@ async function* stream(body: Body): AsyncGenerator<Chunk> {
         }
       } catch (error) {
         failure = error;
+        if (error instanceof BadRequest && !session.started) throw error;
         if (session.started && !session.movable) throw new NoEngine(`a session that does not move has ended: ${error}`);
       } finally {
         engine.sessions--;

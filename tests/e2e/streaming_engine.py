@@ -59,8 +59,8 @@ class StreamingEngine:
         url: where it is.
         reference: its engine reference; None: it gives none.
         asked: the bodies of the streams that it was asked for.
-        ends: how its streams end instead, after a number of tokens: "abort", "error", "break", "nonsense"; "refuse":
-            none begins.
+        ends: how its streams end instead, after a number of tokens: "abort", "error", "break", "nonsense"; "refuse" and
+            "invalid": none begins.
         closed: how many streams their clients have cut.
     """
 
@@ -81,9 +81,10 @@ class StreamingEngine:
                 how, count = engine.ends or ("", 0)
                 if self.path == "/detokenize":
                     how = ""
-                self.send_response(503 if how == "refuse" else 200)
+                refused = {"refuse": 503, "invalid": 400}.get(how)
+                self.send_response(refused or 200)
                 self.end_headers()
-                if how == "refuse":
+                if refused:
                     return
                 if self.path == "/detokenize":
                     self.wfile.write(json.dumps({"prompt": text_of(body["tokens"])}).encode())

@@ -192,6 +192,15 @@ def test_a_request_that_no_engine_takes_is_refused(router: Callable[..., Router]
     assert caught.value.code == 502
 
 
+def test_a_request_that_is_not_valid_is_not_sent_to_other_engines(router: Callable[..., Router]) -> None:
+    other = StreamingEngine()
+    routed = router(StreamingEngine(ends=("invalid", 0)), other)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        routed.stream(min_tokens=13)
+    caught.value.close()
+    assert (caught.value.code, other.asked) == (400, [])
+
+
 def test_a_session_without_another_engine_ends_with_an_error(router: Callable[..., Router]) -> None:
     with closing(router(StreamingEngine(ends=("break", 5))).stream()) as stream:
         stream.read()
