@@ -69,7 +69,8 @@ function post(url: string, body: Body, signal: AbortSignal, path = "/v1/completi
 /** The chunks of an engine's stream; the engine aborts the request when the loop over them ends. */
 async function* chunks(url: string, body: Body): AsyncGenerator<Chunk> {
   const cut = new AbortController();
-  const late = setTimeout(() => cut.abort(), ANSWER_TIMEOUT);
+  const arm = () => setTimeout(() => cut.abort(), ANSWER_TIMEOUT);
+  let late = arm();
   try {
     const answer = await post(url, body, cut.signal);
     if (answer.status === 400) throw new BadRequest(await answer.text());
@@ -77,7 +78,8 @@ async function* chunks(url: string, body: Body): AsyncGenerator<Chunk> {
     const text = new TextDecoder();
     let rest = "";
     for await (const part of answer.body) {
-      late.refresh();
+      // A slow client is none of the engine's faults.
+      clearTimeout(late);
       const lines = (rest + text.decode(part, { stream: true })).split("\n");
       rest = lines.pop()!;
       for (const line of lines) {
@@ -87,6 +89,7 @@ async function* chunks(url: string, body: Body): AsyncGenerator<Chunk> {
         if (chunk?.error) throw new Error(`${url} has failed`);
         if (chunk) yield chunk as Chunk;
       }
+      late = arm();
     }
     throw new Error(`${url} ended a stream before its end`);
   } finally {
