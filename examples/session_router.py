@@ -164,7 +164,8 @@ class Session:
             if not self.started:
                 self._prompt = prompt or []
             if prompt and self._moved_at:
-                choice["prompt_token_ids"] = self._prompt
+                # The client has them.
+                choice["prompt_token_ids"] = None
             if not reads_tokens:
                 choice.pop("prompt_token_ids", None)
                 del choice["token_ids"]

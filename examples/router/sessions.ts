@@ -170,7 +170,8 @@ class Session {
         this.textChecked = true;
       }
       if (!this.started) this.prompt = prompt ?? [];
-      if (prompt && this.movedAt) choice.prompt_token_ids = this.prompt;
+      // The client has them.
+      if (prompt && this.movedAt) choice.prompt_token_ids = null;
       if (!readsTokens) {
         delete choice.prompt_token_ids;
         delete choice.token_ids;
