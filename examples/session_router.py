@@ -22,6 +22,7 @@ from contextlib import closing
 from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeAlias
+from urllib.error import HTTPError
 
 PREFIX_SOURCE = "kvferry_prefix_source"
 """The field of `kv_transfer_params` that names an engine which may have the prompt's beginning in its cache."""
@@ -35,16 +36,31 @@ REFERENCE_TIMEOUT = 2.0
 MOST_MOVES = 4
 """Sessions that move away from an engine at once: it holds a share of its blocks for those who read, and no more."""
 
-STAYS = ("echo", "stop", "response_format", "structured_outputs", "presence_penalty", "frequency_penalty", "logprobs")
-"""Fields of requests that vLLM answers from more than the tokens. Their sessions stay where they began."""
+MOVES = {
+    *("model", "prompt", "stream", "stream_options", "stream_interval", "user", "priority", "request_id", "session_id"),
+    *("max_tokens", "min_tokens", "seed", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias"),
+    *("stop_token_ids", "allowed_token_ids", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens"),
+    *("add_special_tokens", "return_token_ids", "cache_salt", "kv_transfer_params"),
+}
+"""Fields of requests whose meaning for the next token follows from the tokens before it, or is changed by `asked`."""
+
+UNUSED = {"n": 1, "presence_penalty": 0, "frequency_penalty": 0}
+"""Values of other fields that ask for nothing, as null, false and an empty list do. A session with anything else, which
+vLLM may answer from more than the tokens, such as stop strings or log-probabilities, stays where it began."""
+
+HALF = "\ufffd"
+"""The text of half a character."""
+
+TAIL = 32
+"""Tokens that are looked at for the text of a character which lies on both sides of a move."""
 
 Body: TypeAlias = "dict[str, Any]"
 
 
-def post(url: str, body: Body, timeout: float) -> Any:
+def post(url: str, body: Body, timeout: float, path: str = "/v1/completions") -> Any:
     """An engine's response. Raises `OSError` if it refuses."""
     headers = {"content-type": "application/json"}
-    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    request = urllib.request.Request(f"{url}{path}", json.dumps(body).encode(), headers)
     return urllib.request.urlopen(request, timeout=timeout)
 
 
@@ -79,6 +95,15 @@ def reference_of(url: str, model: str) -> str | None:
     return found
 
 
+def text_of(url: str, model: str, tokens: list[int]) -> str:
+    """The text of tokens; half a character at their end is U+FFFD. Raises `OSError`."""
+    try:
+        with post(url, {"model": model, "tokens": tokens}, ANSWER_TIMEOUT, "/detokenize") as response:
+            return str(json.load(response)["prompt"])
+    except HTTPException as error:
+        raise OSError(f"{url} did not answer with text: {error!r}") from error
+
+
 class NoEngine(Exception):
     """No engine goes on with a request."""
 
@@ -90,15 +115,21 @@ class Session:
         self.body = body
         self.model = str(body["model"])
         prompt = body["prompt"]
-        # Several prompts, or samples of one, are several sequences of tokens.
-        several = body.get("n") not in (None, 1) or (isinstance(prompt, list) and not isinstance(prompt[0], int))
-        self.movable = not several and not any(body.get(name) for name in STAYS)
+        # Several prompts are several sequences of tokens.
+        several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+        others = (
+            value is False or value in (None, [], UNUSED.get(name)) for name, value in body.items() if name not in MOVES
+        )
+        # vLLM takes a number in quotes, too.
+        numbers = (isinstance(body.get(name), int | None) for name in ("max_tokens", "min_tokens", "seed"))
+        self.movable = not several and all(others) and all(numbers)
         self.finished = False
         self.generated: list[int] = []
         self._prompt: list[int] = []
         self._id: str | None = None
-        self._untold: list[int] = []
-        """The last tokens, of whose text the client has nothing yet: half a character. They are generated again."""
+        self._moved_at = 0
+        """Number of generated tokens in the prompt of the engine that is asked."""
+        self._text_checked = False
 
     @property
     def started(self) -> bool:
@@ -109,8 +140,8 @@ class Session:
         """What an engine is asked; `source` is the engine reference of the one that has generated."""
         # References come from this router alone.
         asked = {**self.body, "stream": True, "return_token_ids": True, "kv_transfer_params": {PREFIX_SOURCE: source}}
-        self._untold = []
-        done = len(self.generated)
+        self._moved_at = done = len(self.generated)
+        self._text_checked = not done
         if done:
             asked["prompt"] = [*self._prompt, *self.generated]
             # vLLM's own default is 16; null is up to the model's length.
@@ -122,29 +153,44 @@ class Session:
                 asked["seed"] = self.body["seed"] + done
         return asked
 
-    def take(self, chunk: Body) -> bool:
-        """Note what a chunk adds, and make it one of the whole session's; return whether its engine goes on."""
+    def take(self, url: str, chunk: Body) -> bool:
+        """Note what a chunk of an engine adds, and make it one of the whole session's; return whether its engine goes
+        on. Raises `OSError`."""
         reads_tokens, goes_on = bool(self.body.get("return_token_ids")), True
         for choice in chunk["choices"]:
-            prompt = choice.pop("prompt_token_ids", None)
+            tokens, prompt = choice["token_ids"], choice.get("prompt_token_ids")
+            if choice["text"] and not self._text_checked:
+                choice["text"], self._text_checked = self._text(url, choice), True
             if not self.started:
                 self._prompt = prompt or []
-            if prompt and reads_tokens:
-                choice["prompt_token_ids"] = self._prompt
-            self._untold += choice["token_ids"] if reads_tokens else choice.pop("token_ids")
-            if choice["text"] or reads_tokens:
-                self.generated += self._untold
-                self._untold = []
+            if prompt and self._moved_at:
+                # The client has them.
+                choice["prompt_token_ids"] = None
+            if not reads_tokens:
+                choice.pop("prompt_token_ids", None)
+                del choice["token_ids"]
+            self.generated += tokens
             if choice["finish_reason"] == "abort":
                 # Not the end of the answer. The chunk may have tokens.
                 choice["finish_reason"], goes_on = None, False
             self.finished = choice["finish_reason"] is not None
         self._id = chunk["id"] = self._id or chunk["id"]
-        if usage := chunk.get("usage"):
-            done = len(self.generated) + len(self._untold)
-            usage |= {"prompt_tokens": len(self._prompt), "completion_tokens": done}
-            usage["total_tokens"] = len(self._prompt) + done
+        if chunk.get("usage") and self._moved_at:
+            before, done = len(self._prompt), len(self.generated)
+            chunk["usage"] = {"prompt_tokens": before, "completion_tokens": done, "total_tokens": before + done}
         return goes_on
+
+    def _text(self, url: str, choice: Body) -> str:
+        """The text of the first choice with text after a move. If its prompt ends in the middle of a character, vLLM
+        says the whole prompt's text again, or loses the character."""
+        tokens = [*self._prompt, *self.generated[: self._moved_at]][-TAIL:]
+        told = text_of(url, self.model, tokens)
+        if not told.endswith(HALF):
+            return str(choice["text"])
+        # Of a token that ends the answer, there is no text.
+        added = choice["token_ids"][: -1 if choice["finish_reason"] == "stop" else None]
+        now = text_of(url, self.model, [*tokens, *self.generated[self._moved_at :], *added])
+        return now[len(told.rstrip(HALF)) :].rstrip(HALF)
 
 
 class Router:
@@ -175,9 +221,9 @@ class Router:
             self._changed.wait_for(lambda: not self._streams[engine] + self._moves[engine])
 
     def stream(self, body: Body) -> Generator[Body, None, None]:
-        """The chunks of a request's answer. Raises `NoEngine`."""
+        """The chunks of a request's answer. Raises `NoEngine`; `ValueError`: an engine says that it is not valid."""
         session, source, moves_from = Session(body), None, ""
-        tried, failure = set[str](), OSError("there is none")
+        tried, failure = set[str](), Exception("there is none")
         try:
             while not session.finished:
                 engine, stays = self._begin(session, tried)
@@ -190,15 +236,18 @@ class Router:
                         for chunk in answer:
                             # Its first token says that it has read what it could.
                             moves_from = self._end_move(moves_from)
-                            goes_on = session.take(chunk)
+                            goes_on = session.take(engine, chunk)
                             yield chunk
                             if not goes_on:
                                 raise OSError(f"{engine} has aborted a request")
                             if not stays and self._begin_move(engine, session):
                                 moves_from = engine
                                 break
-                except OSError as error:
+                except (OSError, LookupError, TypeError, ValueError) as error:
+                    # It does not answer, or not as vLLM does.
                     failure = error
+                    if isinstance(error, HTTPError) and error.code == 400 and not session.started:
+                        raise ValueError(error.read().decode(errors="replace")) from error
                     if session.started and not session.movable:
                         raise NoEngine(f"a session that does not move has ended: {error}") from error
                 finally:
@@ -260,7 +309,7 @@ def serve(port: int, router: Router) -> None:
                 with closing(router.stream(dict(json.loads(body)))) as answer:
                     self._answer(answer)
             except (LookupError, ValueError, TypeError) as error:
-                self.send_error(400, repr(error))
+                self.send_error(400, explain=repr(error))
             except OSError:
                 # The client has gone: with the stream, its request ends.
                 self.close_connection = True
@@ -283,7 +332,7 @@ def serve(port: int, router: Router) -> None:
                     self._say(json.dumps(chunk))
             except NoEngine as error:
                 if not begun:
-                    self.send_error(502, str(error))
+                    self.send_error(502, explain=str(error))
                     return
                 self._say(json.dumps({"error": {"message": str(error), "type": "ServiceUnavailable", "code": 502}}))
             self._say("[DONE]")

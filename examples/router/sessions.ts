@@ -21,8 +21,25 @@ const REFERENCE_TIMEOUT = 2_000;
 /** Sessions that move away from an engine at once: it holds a share of its blocks for those who read, and no more. */
 const MOST_MOVES = 4;
 
-/** Fields of requests that vLLM answers from more than the tokens. Their sessions stay where they began. */
-const STAYS = ["echo", "stop", "response_format", "structured_outputs", "presence_penalty", "frequency_penalty", "logprobs"];
+/** Fields of requests whose meaning for the next token follows from the tokens before it, or is changed by `asked`. */
+const MOVES = new Set([
+  ...["model", "prompt", "stream", "stream_options", "stream_interval", "user", "priority", "request_id", "session_id"],
+  ...["max_tokens", "min_tokens", "seed", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias"],
+  ...["stop_token_ids", "allowed_token_ids", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens"],
+  ...["add_special_tokens", "return_token_ids", "cache_salt", "kv_transfer_params"],
+]);
+
+/**
+ * Values of other fields that ask for nothing, as null, false and an empty list do. A session with anything else, which vLLM
+ * may answer from more than the tokens, such as stop strings or log-probabilities, stays where it began.
+ */
+const UNUSED: Body = { n: 1, presence_penalty: 0, frequency_penalty: 0 };
+
+/** The text of half a character, at the end of a text. */
+const HALF = /\ufffd+$/;
+
+/** Tokens that are looked at for the text of a character which lies on both sides of a move. */
+const TAIL = 32;
 
 interface Choice {
   text: string;
@@ -41,22 +58,28 @@ type Body = Record<string, any>;
 
 class NoEngine extends Error {}
 
-function post(url: string, body: Body, signal: AbortSignal): Promise<Response> {
+/** A request that is not valid, as an engine says. */
+class BadRequest extends Error {}
+
+function post(url: string, body: Body, signal: AbortSignal, path = "/v1/completions"): Promise<Response> {
   const headers = { "content-type": "application/json" };
-  return fetch(`${url}/v1/completions`, { method: "POST", headers, body: JSON.stringify(body), signal });
+  return fetch(`${url}${path}`, { method: "POST", headers, body: JSON.stringify(body), signal });
 }
 
 /** The chunks of an engine's stream; the engine aborts the request when the loop over them ends. */
 async function* chunks(url: string, body: Body): AsyncGenerator<Chunk> {
   const cut = new AbortController();
-  const late = setTimeout(() => cut.abort(), ANSWER_TIMEOUT);
+  const arm = () => setTimeout(() => cut.abort(), ANSWER_TIMEOUT);
+  let late = arm();
   try {
     const answer = await post(url, body, cut.signal);
+    if (answer.status === 400) throw new BadRequest(await answer.text());
     if (!answer.ok || !answer.body) throw new Error(`${url} answered ${answer.status}`);
     const text = new TextDecoder();
     let rest = "";
     for await (const part of answer.body) {
-      late.refresh();
+      // A slow client is none of the engine's faults.
+      clearTimeout(late);
       const lines = (rest + text.decode(part, { stream: true })).split("\n");
       rest = lines.pop()!;
       for (const line of lines) {
@@ -66,6 +89,7 @@ async function* chunks(url: string, body: Body): AsyncGenerator<Chunk> {
         if (chunk?.error) throw new Error(`${url} has failed`);
         if (chunk) yield chunk as Chunk;
       }
+      late = arm();
     }
     throw new Error(`${url} ended a stream before its end`);
   } finally {
@@ -85,6 +109,13 @@ async function referenceOf(url: string, model: string): Promise<string | null> {
   }
 }
 
+/** The text of tokens; half a character at their end is U+FFFD. */
+async function textOf(url: string, model: string, tokens: number[]): Promise<string> {
+  const answer = await post(url, { model, tokens }, AbortSignal.timeout(ANSWER_TIMEOUT), "/detokenize");
+  if (!answer.ok) throw new Error(`${url} answered ${answer.status}`);
+  return ((await answer.json()) as Body).prompt;
+}
+
 /** A request, and what was generated of it. */
 class Session {
   readonly generated: number[] = [];
@@ -92,13 +123,18 @@ class Session {
   finished = false;
   private id?: string;
   private prompt: number[] = [];
-  /** The last tokens, of whose text the client has nothing yet: half a character. They are generated again. */
-  private untold: number[] = [];
+  /** Number of generated tokens in the prompt of the engine that is asked. */
+  private movedAt = 0;
+  private textChecked = false;
 
   constructor(readonly body: Body) {
-    // Several prompts, or samples of one, are several sequences of tokens.
-    const several = (body.n ?? 1) !== 1 || (Array.isArray(body.prompt) && typeof body.prompt[0] !== "number");
-    this.movable = !several && !STAYS.some((name) => (Array.isArray(body[name]) ? body[name].length : body[name]));
+    // Several prompts are several sequences of tokens.
+    const several = Array.isArray(body.prompt) && typeof body.prompt[0] !== "number";
+    const unused = (name: string, value: any) => [null, false, UNUSED[name]].includes(value) || value.length === 0;
+    const others = Object.entries(body).every(([name, value]) => MOVES.has(name) || unused(name, value));
+    // vLLM takes a number in quotes, too.
+    const numbers = ["max_tokens", "min_tokens", "seed"].every((name) => typeof (body[name] ?? 0) === "number");
+    this.movable = !several && others && numbers;
   }
 
   /** Whether the client has a part of the answer. */
@@ -110,8 +146,8 @@ class Session {
   asked(source: string | null): Body {
     // References come from this router alone.
     const asked: Body = { ...this.body, stream: true, return_token_ids: true, kv_transfer_params: { [PREFIX_SOURCE]: source } };
-    this.untold = [];
-    const done = this.generated.length;
+    const done = (this.movedAt = this.generated.length);
+    this.textChecked = !done;
     if (done) {
       asked.prompt = [...this.prompt, ...this.generated];
       // vLLM's own default is 16; null is up to the model's length.
@@ -123,21 +159,24 @@ class Session {
     return asked;
   }
 
-  /** Notes what a chunk adds, and makes it one of the whole session's; returns whether its engine goes on. */
-  take(chunk: Chunk): boolean {
+  /** Notes what a chunk of an engine adds, and makes it one of the whole session's; returns whether its engine goes on. */
+  async take(url: string, chunk: Chunk): Promise<boolean> {
     const readsTokens = Boolean(this.body.return_token_ids);
     let goesOn = true;
     for (const choice of chunk.choices) {
-      const prompt = choice.prompt_token_ids;
-      if (!this.started) this.prompt = prompt ?? [];
-      if (prompt && readsTokens) choice.prompt_token_ids = this.prompt;
-      else delete choice.prompt_token_ids;
-      this.untold.push(...choice.token_ids!);
-      if (!readsTokens) delete choice.token_ids;
-      if (choice.text || readsTokens) {
-        this.generated.push(...this.untold);
-        this.untold = [];
+      const [tokens, prompt] = [choice.token_ids!, choice.prompt_token_ids];
+      if (choice.text && !this.textChecked) {
+        choice.text = await this.text(url, choice);
+        this.textChecked = true;
       }
+      if (!this.started) this.prompt = prompt ?? [];
+      // The client has them.
+      if (prompt && this.movedAt) choice.prompt_token_ids = null;
+      if (!readsTokens) {
+        delete choice.prompt_token_ids;
+        delete choice.token_ids;
+      }
+      this.generated.push(...tokens);
       if (choice.finish_reason === "abort") {
         // Not the end of the answer. The chunk may have tokens.
         choice.finish_reason = null;
@@ -146,11 +185,25 @@ class Session {
       this.finished = choice.finish_reason !== null;
     }
     this.id = chunk.id = this.id ?? chunk.id;
-    if (chunk.usage) {
-      const [before, done] = [this.prompt.length, this.generated.length + this.untold.length];
-      chunk.usage = { ...chunk.usage, prompt_tokens: before, completion_tokens: done, total_tokens: before + done };
+    if (chunk.usage && this.movedAt) {
+      const [before, done] = [this.prompt.length, this.generated.length];
+      chunk.usage = { prompt_tokens: before, completion_tokens: done, total_tokens: before + done };
     }
     return goesOn;
+  }
+
+  /**
+   * The text of the first choice with text after a move. If its prompt ends in the middle of a character, vLLM says the whole
+   * prompt's text again, or loses the character.
+   */
+  private async text(url: string, choice: Choice): Promise<string> {
+    const tokens = [...this.prompt, ...this.generated.slice(0, this.movedAt)].slice(-TAIL);
+    const told = await textOf(url, this.body.model, tokens);
+    if (!HALF.test(told)) return choice.text;
+    // Of a token that ends the answer, there is no text.
+    const added = choice.token_ids!.slice(0, choice.finish_reason === "stop" ? -1 : undefined);
+    const now = await textOf(url, this.body.model, [...tokens, ...this.generated.slice(this.movedAt), ...added]);
+    return now.slice(told.replace(HALF, "").length).replace(HALF, "");
   }
 }
 
@@ -188,7 +241,7 @@ function leaves(session: Session, engine: Engine): boolean {
   return engine.emptied && elsewhere && engine.moves < MOST_MOVES && session.movable && !session.finished;
 }
 
-/** The chunks of a request's answer. Throws `NoEngine`. */
+/** The chunks of a request's answer. Throws `NoEngine` and `BadRequest`. */
 async function* stream(body: Body): AsyncGenerator<Chunk> {
   const session = new Session(body);
   let source: string | null = null;
@@ -211,7 +264,7 @@ async function* stream(body: Body): AsyncGenerator<Chunk> {
         for await (const chunk of chunks(engine.url, session.asked(source))) {
           // Its first token says that it has read what it could.
           endMove();
-          const goesOn = session.take(chunk);
+          const goesOn = await session.take(engine.url, chunk);
           yield chunk;
           if (!goesOn) throw new Error(`${engine.url} has aborted a request`);
           if (!stays && leaves(session, engine)) {
@@ -222,6 +275,7 @@ async function* stream(body: Body): AsyncGenerator<Chunk> {
         }
       } catch (error) {
         failure = error;
+        if (error instanceof BadRequest && !session.started) throw error;
         if (session.started && !session.movable) throw new NoEngine(`a session that does not move has ended: ${error}`);
       } finally {
         engine.sessions--;
@@ -256,9 +310,10 @@ async function answer(request: IncomingMessage, response: ServerResponse): Promi
     response.end();
     return;
   }
+  const gone = new Promise((resolve) => response.once("close", resolve));
   const say = async (data: string) => {
     if (!response.headersSent) response.writeHead(200, { "content-type": "text/event-stream" });
-    if (!response.write(`data: ${data}\n\n`)) await Promise.race([once(response, "drain"), once(response, "close")]);
+    if (!response.write(`data: ${data}\n\n`)) await Promise.race([once(response, "drain"), gone]);
   };
   try {
     for await (const chunk of stream(JSON.parse(text))) {

@@ -10,6 +10,8 @@ from typing import Any
 
 SOURCE = "kvferry_prefix_source"
 ALL = 10_000
+HALF = "\ufffd"
+"""The text of half a character."""
 PATIENCE = 30.0
 """Seconds for which a stream waits for its next token."""
 
@@ -22,9 +24,32 @@ def following(tokens: Sequence[int], count: int) -> list[int]:
     return found[len(tokens) :]
 
 
-def text_of(tokens: Sequence[int], generated: int) -> str:
-    """The text that the last of so many generated tokens ends: two tokens are a character."""
-    return "" if len(tokens) % 2 else f"<{','.join(map(str, tokens[-min(2, generated) :]))}>"
+def text_of(tokens: Sequence[int]) -> str:
+    """The text of tokens: an odd one ends a character, and an even one begins one."""
+    text, half = "", ""
+    for token in tokens:
+        if token % 2:
+            text, half = f"{text}<{half}{token}>", ""
+        else:
+            text, half = text + (HALF if half else ""), f"{token},"
+    return text + (HALF if half else "")
+
+
+class Text:
+    """What vLLM's detokenizer says (`DecodeStream` of the tokenizers package, which is given the prompt)."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self._tokens = list(prompt)
+        # The text of a prompt that ends in the middle of a character is said with the rest of that.
+        self._said = "" if text_of(prompt).endswith(HALF) else text_of(prompt)
+
+    def of(self, token: int) -> str:
+        self._tokens.append(token)
+        text = text_of(self._tokens)
+        if text.endswith(HALF):
+            return ""
+        said, self._said = self._said, text
+        return text.removeprefix(said)
 
 
 class StreamingEngine:
@@ -34,13 +59,15 @@ class StreamingEngine:
         url: where it is.
         reference: its engine reference; None: it gives none.
         asked: the bodies of the streams that it was asked for.
-        ends: how its streams end instead, after a number of tokens: "abort", "error", "break"; "refuse": none begins.
+        ends: how its streams end instead, after a number of tokens: "abort", "error", "break", "nonsense"; "refuse" and
+            "invalid": none begins.
         closed: how many streams their clients have cut.
     """
 
-    def __init__(self, *, turns: int = ALL, ends: tuple[str, int] | None = None) -> None:
-        """`turns`: how many tokens each stream says before `go`."""
+    def __init__(self, *, turns: int = ALL, ends: tuple[str, int] | None = None, tokens: int = 1) -> None:
+        """`turns`: how many tokens each stream says before `go`; `tokens`: how many there are in a chunk."""
         self.asked: list[dict[str, Any]] = []
+        self.tokens = tokens
         self._turns, self._going = turns, threading.Condition()
         self.ends = ends
         self.closed = threading.Semaphore(0)
@@ -52,9 +79,15 @@ class StreamingEngine:
                 if body.get("stream"):
                     engine.asked.append(body)
                 how, count = engine.ends or ("", 0)
-                self.send_response(503 if how == "refuse" else 200)
+                if self.path == "/detokenize":
+                    how = ""
+                refused = {"refuse": 503, "invalid": 400}.get(how)
+                self.send_response(refused or 200)
                 self.end_headers()
-                if how == "refuse":
+                if refused:
+                    return
+                if self.path == "/detokenize":
+                    self.wfile.write(json.dumps({"prompt": text_of(body["tokens"])}).encode())
                     return
                 if not body.get("stream"):
                     self.wfile.write(json.dumps({"kv_transfer_params": {SOURCE: engine.reference}}).encode())
@@ -78,27 +111,31 @@ class StreamingEngine:
 
     def chunks(self, body: dict[str, Any], how: str, count: int) -> Iterator[dict[str, Any]]:
         """The stream of a request, which ends otherwise after `count` tokens if `how` says so."""
-        prompt, most = body["prompt"], body["max_tokens"]
-        if isinstance(prompt[0], list):
-            prompt = prompt[0]
-        said = following(prompt, most)
-        for index, token in enumerate(said):
-            self._wait_for(index)
-            last = index + 1 == (count if how else most)
-            finish = "length" if last and not how else "abort" if last and how == "abort" else None
-            choice = {
-                "index": 0,
-                "text": text_of([*prompt, *said[: index + 1]], index + 1),
-                "token_ids": [token],
-                "finish_reason": finish,
-                "prompt_token_ids": None if index else prompt,
-            }
-            yield {"id": f"{self.url}-{len(self.asked)}", "choices": [choice]}
-            if last and how == "error":
+        prompts, most = body["prompt"], body["max_tokens"]
+        if not isinstance(prompts[0], list):
+            prompts = [prompts]
+        for index, prompt in enumerate(prompts):
+            said, text = following(prompt, most), Text(prompt)
+            end = min(count, most) if how else most
+            for first in range(0, end, self.tokens):
+                chunk = said[first : min(end, first + self.tokens)]
+                self._wait_for(first + len(chunk) - 1)
+                last = first + self.tokens >= end
+                choice = {
+                    "index": index,
+                    "text": "".join(map(text.of, chunk)),
+                    "token_ids": chunk,
+                    "finish_reason": ("abort" if how == "abort" else None if how else "length") if last else None,
+                    "prompt_token_ids": None if first else prompt,
+                }
+                yield {"id": f"{self.url}-{len(self.asked)}", "choices": [choice]}
+            if how == "error":
                 yield {"error": {"message": "it has failed"}}
-            if last:
-                break
-        yield {"id": "usage", "choices": [], "usage": {"prompt_tokens": len(prompt), "completion_tokens": most}}
+            if how == "nonsense":
+                yield {"choices": [{"text": None}]}
+        before, done = sum(map(len, prompts)), most * len(prompts)
+        usage = {"prompt_tokens": before, "completion_tokens": done, "prompt_tokens_details": {"cached_tokens": before}}
+        yield {"id": "usage", "choices": [], "usage": usage}
 
     def go(self, turns: int = ALL) -> None:
         """Let each stream say so many tokens more."""

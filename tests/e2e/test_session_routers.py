@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.streaming_engine import SOURCE, StreamingEngine, following, text_of
+from tests.e2e.streaming_engine import HALF, SOURCE, StreamingEngine, following, text_of
 from tests.support.node_servers import free_port
 from tests.support.repository import ROOT
 from tests.support.waiting import until
@@ -131,14 +131,17 @@ def test_emptied_engine_gives_its_sessions_to_another_one(router: Callable[..., 
     assert stream.ended
     assert stream.tokens == following(PROMPT, 12)
     assert stream.said("finish_reason") == [None] * 11 + ["length"]
-    assert stream.chunks[0]["choices"][0]["prompt_token_ids"] == PROMPT
+    assert stream.said("prompt_token_ids") == [PROMPT] + [None] * 11
     assert len({chunk["id"] for chunk in stream.chunks}) == 1
     usage = {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16}
     assert stream.chunks[-1]["usage"] == usage
     ((begun_with,), (asked,)) = first.asked, second.asked
     assert begun_with["kv_transfer_params"] == {SOURCE: None}
-    assert asked["prompt"] == [*PROMPT, *following(PROMPT, 4)]
-    assert (asked["max_tokens"], asked["min_tokens"], asked["seed"]) == (8, 2, 9)
+    # The router may hear that the engine is emptied as soon as its client has the third token.
+    done = len(asked["prompt"]) - len(PROMPT)
+    assert done in (3, 4)
+    assert asked["prompt"] == [*PROMPT, *following(PROMPT, done)]
+    assert (asked["max_tokens"], asked["min_tokens"], asked["seed"]) == (12 - done, 6 - done, 5 + done)
     assert asked["kv_transfer_params"] == {SOURCE: first.reference}
     # The first engine is told that nobody reads its stream any more.
     first.go()
@@ -151,7 +154,7 @@ def test_emptied_engine_gives_its_sessions_to_another_one(router: Callable[..., 
         routed.fill(first)
 
 
-@pytest.mark.parametrize("how", ["abort", "error", "break"])
+@pytest.mark.parametrize("how", ["abort", "error", "break", "nonsense"])
 def test_session_that_its_engine_ends_goes_on_at_one_that_takes_it(router: Callable[..., Router], how: str) -> None:
     first, refusing, last = StreamingEngine(ends=(how, 5)), StreamingEngine(ends=("refuse", 0)), StreamingEngine()
     with closing(router(first, refusing, last).stream()) as stream:
@@ -189,6 +192,15 @@ def test_a_request_that_no_engine_takes_is_refused(router: Callable[..., Router]
     assert caught.value.code == 502
 
 
+def test_a_request_that_is_not_valid_is_not_sent_to_other_engines(router: Callable[..., Router]) -> None:
+    other = StreamingEngine()
+    routed = router(StreamingEngine(ends=("invalid", 0)), other)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        routed.stream(min_tokens=13)
+    caught.value.close()
+    assert (caught.value.code, other.asked) == (400, [])
+
+
 def test_a_session_without_another_engine_ends_with_an_error(router: Callable[..., Router]) -> None:
     with closing(router(StreamingEngine(ends=("break", 5))).stream()) as stream:
         stream.read()
@@ -208,29 +220,62 @@ def test_session_goes_back_to_an_emptied_engine_if_no_other_one_takes_it(router:
     assert len(refusing.asked) == 1
 
 
-def test_half_a_character_is_generated_again(router: Callable[..., Router]) -> None:
-    """Its client reads text. A tokenizer says nothing of a character before its last token."""
-    first, second = StreamingEngine(ends=("break", 5)), StreamingEngine()
-    with closing(router(first, second).stream(return_token_ids=False)) as stream:
-        stream.read()
-    whole = [*PROMPT, *following(PROMPT, 12)]
-    assert "".join(stream.said("text")) == "".join(text_of(whole[: 4 + count], count) for count in range(1, 13))
-    assert [asked["prompt"] for asked in second.asked] == [whole[:8]]
-    assert {*stream.chunks[0]["choices"][0]} == {"index", "text", "finish_reason"}
-    assert stream.chunks[-1]["usage"]["completion_tokens"] == 12
+@pytest.mark.parametrize("reads_tokens", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_text_is_whole_where_a_session_moves_in_the_middle_of_a_character(
+    router: Callable[..., Router], reads_tokens: bool, tokens: int
+) -> None:
+    """A tokenizer says nothing of a character before its last token, and of a prompt that ends there, it says all."""
+    first, second = StreamingEngine(tokens=tokens), StreamingEngine()
+    routed = router(first, second)
+    whole = text_of([*PROMPT, *following(PROMPT, 12)]).removeprefix(text_of(PROMPT)).rstrip(HALF)
+    halves = 0
+    for count in range(1, 12):
+        first.ends = ("break", count)
+        with closing(routed.stream(return_token_ids=reads_tokens)) as stream:
+            stream.read()
+        assert "".join(stream.said("text")) == whole
+        assert stream.chunks[-1]["usage"] == {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16}
+        moved = second.asked.pop()["prompt"]
+        halves += text_of(moved).endswith(HALF)
+        if reads_tokens:
+            assert stream.tokens == following(PROMPT, 12)
+            assert moved == [*PROMPT, *following(PROMPT, count)]
+        else:
+            assert {*stream.chunks[0]["choices"][0]} == {"index", "text", "finish_reason"}
+    assert halves
 
 
-@pytest.mark.parametrize("fields", [{"n": 2}, {"stop": ["x"]}, {"prompt": [PROMPT, PROMPT]}])
+STAYING = [
+    *({"n": 2}, {"stop": ["x"]}, {"prompt": [PROMPT, [3, 1]]}, {"logprobs": 0}, {"bad_words": ["a b"]}),
+    *({"truncate_prompt_tokens": 4}, {"prompt_embeds": "AAAA"}, {"suffix": "x"}, {"repetition_detection": {}}),
+    *({"seed": "5"}, {"of_a_later_vllm": 1}),
+]
+
+
+@pytest.mark.parametrize("fields", STAYING, ids=lambda fields: "-".join(fields))
 def test_session_that_is_more_than_its_tokens_stays(router: Callable[..., Router], fields: dict[str, Any]) -> None:
     first, second = StreamingEngine(turns=1), StreamingEngine()
     routed = router(first, second)
+    prompts = fields.get("prompt", [PROMPT])
     with closing(routed.stream(**fields)) as stream:
         stream.read(1)
         emptied = routed.empty(first.url)
         first.go()
-        assert stream.read().tokens == following(PROMPT, 12)
+        stream.read()
+    assert stream.tokens == [token for prompt in prompts for token in following(prompt, 12)]
+    assert [prompt for prompt in stream.said("prompt_token_ids") if prompt] == prompts
+    before = sum(map(len, prompts))
+    usage = {"prompt_tokens": before, "completion_tokens": 12 * len(prompts)}
+    assert stream.chunks[-1]["usage"] == {**usage, "prompt_tokens_details": {"cached_tokens": before}}
     emptied.result(30)
     assert second.asked == []
+
+
+def test_session_moves_whose_other_fields_ask_for_nothing(router: Callable[..., Router]) -> None:
+    nothing: dict[str, Any] = {"n": None, "stop": [], "echo": False, "logprobs": None, "presence_penalty": 0.0}
+    with closing(router(StreamingEngine(ends=("break", 5)), StreamingEngine()).stream(**nothing)) as stream:
+        assert stream.read().tokens == following(PROMPT, 12)
 
 
 def test_few_sessions_move_at_once(router: Callable[..., Router]) -> None:
@@ -255,9 +300,10 @@ def test_few_sessions_move_at_once(router: Callable[..., Router]) -> None:
     emptied.result(30)
 
 
-def test_an_unknown_engine_is_not_emptied(router: Callable[..., Router]) -> None:
+@pytest.mark.parametrize("url", ["http://other", "http://\u6f22\u5b57"])
+def test_an_unknown_engine_is_not_emptied(router: Callable[..., Router], url: str) -> None:
     routed = router(StreamingEngine())
     with pytest.raises(urllib.error.HTTPError) as caught:
-        routed.empty("http://other")
+        routed.empty(url)
     caught.value.close()
     assert caught.value.code == 400

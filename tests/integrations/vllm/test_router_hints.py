@@ -30,7 +30,7 @@ from tests.integrations.vllm.played_setup import TOKENS, prefill
 from tests.integrations.vllm.router_requests import DYNAMO_TIER, HINTED, dynamo_hint, llm_d_hint
 from tests.support.vllm_versions import MINOR
 
-of_vllm = pytest.mark.skipif(MINOR < 32, reason="requests of this vLLM have no hints")
+of_vllm = pytest.mark.skipif(MINOR < 31, reason="requests of this vLLM have no hints")
 
 
 def request(params: object, hints: object = None) -> Any:

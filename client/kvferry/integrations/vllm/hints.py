@@ -1,6 +1,6 @@
 """Hints of other projects' routers: which engine may have the beginning of a request's prompt in its cache.
 
-Dynamo:  ``Request.kv_hints`` (vLLM 0.32), or ``kv_transfer_params["kv_hint"]``: an envelope of actions, ``kv.fetch``
+Dynamo:  ``Request.kv_hints`` (vLLM 0.31), or ``kv_transfer_params["kv_hint"]``: an envelope of actions, ``kv.fetch``
 llm-d:   ``kv_transfer_params["remote_kv_source"]``: host and port of vLLM's P2P tier
 
 Such a hint names an address. Nothing connects to it: it is looked up as an engine_id in the directory, and the engine
@@ -43,7 +43,7 @@ def hinted_engine(request: Any) -> str:
     Raises:
         InvalidField: the hint is malformed, of another version, or asks for something else; `field` is what is wrong.
     """
-    # vLLM 0.31 and older have no hints of their own.
+    # Versions of vLLM before 0.31 have no hints of their own.
     envelope, params = getattr(request, "kv_hints", None), request.kv_transfer_params
     if envelope is None:
         envelope = _part(params, ENVELOPE)
