@@ -16,7 +16,7 @@ from kvferry.integrations.sglang import loads
 from kvferry.integrations.sglang.sender import KvferrySender
 from kvferry.testing import Fabric
 from tests.integrations.sglang.played import PROMPT, ROOM, PlayedManager
-from tests.integrations.sglang.played_radix import PAGE, PAGES, Reader, Source, rows
+from tests.integrations.sglang.played_radix import PAGE, PAGES, Reader, Source, compute_in_parts, rows
 
 TEXT = [*range(100, 100 + 10 * PAGE)]
 
@@ -130,13 +130,24 @@ def test_room_that_a_prompt_in_parts_needs_is_not_taken(
     fabric: Fabric, source: Source, chunked: int, read: bool
 ) -> None:
     reader = Reader(fabric, 2)
-    for rank in reader.ranks:
-        rank.scheduler.chunked_req = SimpleNamespace(origin_input_ids=[0] * chunked * PAGE) if chunked else None
+    compute_in_parts(reader.ranks, chunked)
     number = reader.want(TEXT, source.port.engine_reference)
     reader.finish(number, source)
     assert [len(rank.memory.cached(TEXT)) for rank in reader.ranks] == [9 * PAGE if read else 0] * 2
     assert reader.whole
     source.idle()
+
+
+@pytest.mark.parametrize(("chunked", "asked"), [(PAGES - 9, True), (PAGES - 8, False)])
+def test_own_prefix_is_not_kept_from_a_prompt_in_parts(
+    fabric: Fabric, source: Source, chunked: int, asked: bool
+) -> None:
+    reader = Reader(fabric, 2)
+    reader.compute(TEXT[: 8 * PAGE])
+    compute_in_parts(reader.ranks, chunked)
+    assert bool(reader.want(TEXT, source.port.engine_reference)) == asked
+    for rank in reader.ranks:
+        rank.memory.compute_part(chunked)
 
 
 def test_others_are_evicted_for_what_is_read(fabric: Fabric, source: Source) -> None:

@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from kvferry import Blocks, Prompt
 from kvferry.engine import Grant, ReadEnd, SchedulerPort, WorkerOutput
 from kvferry.errors import KvferryError
+from kvferry.integrations.sglang.cached import spare_tokens
 from kvferry.integrations.sglang.manager import PREFIX_SOURCE, KvferryManager
 from kvferry.integrations.sglang.pools import FULL
 
@@ -126,6 +127,9 @@ class RadixLoads:
             return 0
         own = self._tree.path_device_indices(match.last_device_node)[:first]
         lock = self._tree.lock(match.last_device_node)
+        if spare_tokens(self._scheduler) < 0:
+            self._tree.unlock(lock)
+            return 0
         self._number += 1
         self._loads[self._number] = _Load(tokens, request.extra_key, first, last, own, lock)
         if self._manager.leader:
@@ -250,11 +254,10 @@ class RadixLoads:
                 self._port.collect(output)
 
     def _make_room(self, number: int, end: int) -> None:
-        """Take pages for a load, but none that a prompt needs which SGLang computes in parts."""
+        """Take pages for a load, if there is room."""
         load = self._loads[number]
-        wanted, chunked = end - load.first, self._scheduler.chunked_req
-        needed = wanted + (0 if chunked is None else len(chunked.origin_input_ids) + self._page)
-        if self._allocator.available_size() + self._tree.evictable_size() >= needed:
+        wanted = end - load.first
+        if spare_tokens(self._scheduler) >= wanted:
             evict_from_tree_cache(self._tree, wanted)
             load.slots = self._allocator.alloc(wanted)
         load.end = end
