@@ -245,7 +245,7 @@ class Reader:
         memories = [Memory(rank=rank, ranks=ranks) for rank in range(ranks)]
         clients = [fabric.client() for _ in memories]
         spec = EngineSpec("reader", memories[0].pools.groups, ranks)
-        self.port = SchedulerPort(clients[0], spec, hold_until_quiet=True)
+        self.port = SchedulerPort(clients[0], spec)
         self.ranks: list[Rank] = []
         self.loads: list[RadixLoads] = []
         reports: list[WorkerOutput] = []

@@ -12,6 +12,7 @@ import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 from kvferry import Prompt
+from kvferry.engine import WorkerOutput
 from kvferry.integrations.sglang import loads
 from kvferry.integrations.sglang.sender import KvferrySender
 from kvferry.testing import Fabric
@@ -123,6 +124,25 @@ def test_bytes_of_a_failed_read_do_not_get_into_the_cache(fabric: Fabric, source
     again = reader.want(TEXT, source.port.engine_reference)
     reader.finish(again, source)
     check(reader, source, 0, 9 * PAGE)
+
+
+def test_request_does_not_wait_until_its_pages_are_quiet(fabric: Fabric, source: Source) -> None:
+    """That may take a minute after the read's end."""
+    reader = Reader(fabric, 2)
+    silent = reader.ranks[1].manager.worker
+    silent.finished, finished = (lambda: WorkerOutput(1)), silent.finished
+    number = reader.want(TEXT, source.port.engine_reference)
+    with fabric.hold_reads() as reads:
+        source.loop_until(lambda: (reader.loop(), reads.count)[1])
+        fabric.advance(loads.MOST_TIME + 11)
+        reader.finish(number, source)
+        assert [(each.holding, rank.memory.free) for each, rank in zip(reader.loads, reader.ranks, strict=True)] == [
+            (True, (PAGES - 9) * PAGE)
+        ] * 2
+    silent.finished = finished
+    source.loop_until(lambda: (reader.loop(), not any(each.holding for each in reader.loads))[1])
+    assert reader.whole
+    assert not any(len(rank.memory.cached(TEXT)) for rank in reader.ranks)
 
 
 @pytest.mark.parametrize(("chunked", "read"), [(0, True), (PAGES - 11, True), (PAGES - 9, False)])

@@ -37,6 +37,7 @@ class LoadStep:
         rooms: numbers of loads that need pages, each with the end of its tokens.
         grants: for each rank's worker.
         cancels: read_ids of shares to cancel.
+        failed: numbers of loads whose requests wait no longer, while their pages may still be written to (R4).
         ends: numbers of loads that have ended, and whether their bytes count.
         reports: rank 0 needs the reports of all workers.
     """
@@ -44,6 +45,7 @@ class LoadStep:
     rooms: tuple[tuple[int, int], ...] = ()
     grants: tuple[Grant, ...] = ()
     cancels: tuple[str, ...] = ()
+    failed: tuple[int, ...] = ()
     ends: tuple[tuple[int, bool], ...] = ()
     reports: bool = False
 
@@ -57,6 +59,7 @@ class _Load:
         first, last: the tokens from `first` on are not cached here; those from `last` on are computed in any case.
         own: the slots of what is cached here, which `lock` keeps.
         slots: of the tokens behind, once there is room; up to `end`.
+        waits: whether the request waits for it.
     """
 
     tokens: array[int]
@@ -67,6 +70,7 @@ class _Load:
     lock: Any
     slots: Any = None
     end: int = 0
+    waits: bool = True
 
 
 class RadixLoads:
@@ -91,6 +95,7 @@ class RadixLoads:
         self._asked: set[int] = set()
         self._computing: dict[int, tuple[object, ...]] = {}
         self._reading: set[int] = set()
+        self._failed: list[int] = []
         self._ends: list[tuple[int, bool]] = []
 
     @staticmethod
@@ -106,8 +111,8 @@ class RadixLoads:
         return bool(self._loads)
 
     def waits(self, number: int) -> bool:
-        """Whether a load has not ended. The same on all ranks."""
-        return number in self._loads
+        """Whether the request of a load waits for it. The same on all ranks."""
+        return number in self._loads and self._loads[number].waits
 
     def want(self, request: Any, prompt: Prompt) -> int:
         """Begin to load what a new request lacks, if it names an engine that may have it; return the number of the
@@ -165,10 +170,14 @@ class RadixLoads:
         rooms = [room for request_id in self._port.news() for room in self._granted(int(request_id))]
         grants = self._attached()
         cancels = tuple(self._port.cancels())
-        for end in self._port.finished().reads:
+        finished = self._port.finished()
+        for end in finished.reads:
             self._finished(end)
+        for request_id in finished.quiesced:
+            self._quiet(int(request_id), counts=False)
+        failed, self._failed = tuple(self._failed), []
         ends, self._ends = tuple(self._ends), []
-        step = LoadStep(tuple(rooms), grants, cancels, ends, reports=bool(self._reading))
+        step = LoadStep(tuple(rooms), grants, cancels, failed, ends, reports=bool(self._reading))
         self._manager.breathe()
         return None if step == LoadStep() else step
 
@@ -216,8 +225,10 @@ class RadixLoads:
 
     def _finished(self, end: ReadEnd) -> None:
         number = int(end.request_id)
-        self._reading.discard(number)
-        self._ends.append((number, end.error is None))
+        if end.quiet:
+            self._quiet(number, counts=end.error is None)
+        else:
+            self._failed.append(number)
         counts = self._manager.counts
         counts.add("reads.outcomes", "done" if end.error is None else "failed")
         if end.error is None:
@@ -227,6 +238,10 @@ class RadixLoads:
             counts.add("reads.failures", type(end.error).__name__)
             logger.warning("a prefix could not be read: %s: %s", type(end.error).__name__, end.error)
 
+    def _quiet(self, number: int, *, counts: bool) -> None:
+        self._reading.discard(number)
+        self._ends.append((number, counts))
+
     # On every rank.
 
     def run(self, step: LoadStep) -> None:
@@ -235,6 +250,8 @@ class RadixLoads:
             outputs = self._manager.gathered(self._worker.finished())
             if self._manager.leader:
                 self._collect(outputs)
+        for number in step.failed:
+            self._loads[number].waits = False
         for number, counts in step.ends:
             self._end(self._loads.pop(number), counts)
         for number, end in step.rooms:

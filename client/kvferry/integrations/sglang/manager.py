@@ -170,8 +170,7 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         opened, error = "", None
         if self.leader:
             try:
-                timeout = self._settings.start_timeout
-                self._port = SchedulerPort(self._client, spec, hold_until_quiet=True, timeout=timeout)
+                self._port = SchedulerPort(self._client, spec, timeout=self._settings.start_timeout)
                 opened = str(self._port.token)
             except KvferryError as failed:
                 # Raised after the broadcast: the other ranks wait for the token.
