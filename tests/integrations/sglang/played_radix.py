@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from sglang.srt.disaggregation.base.conn import StateType
+from sglang.srt.mem_cache.allocation import alloc_paged_token_slots_extend
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
@@ -85,6 +86,11 @@ class Memory:
         key = RadixKey(array("q", tokens[:whole]), namespace, cache_salt=salt)
         self.tree.insert(InsertParams(key=key, value=slots.to(torch.int64)))
 
+    def compute_part(self, pages: int) -> None:
+        """Take room for the next part of a prompt, as SGLang does whether there is any or not."""
+        none, lengths = torch.zeros(1, dtype=torch.int64), torch.tensor([pages * self.page])
+        alloc_paged_token_slots_extend(self.tree, none, none, lengths, lengths, torch.tensor([-1]), pages * self.page)
+
     def cached(self, tokens: Sequence[int], namespace: str | None = None) -> torch.Tensor:
         """Where SGLang keeps what it has cached of a prompt."""
         match = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens), namespace)))
@@ -133,6 +139,12 @@ class Rank:
         )
         self.manager: Any = Prefill(port, memory.pools, memory.page, share)
         self.answers = RadixAnswers(self.scheduler, self.manager)
+
+
+def compute_in_parts(ranks: list[Rank], pages: int) -> None:
+    """Let SGLang compute a prompt of so many pages in parts; 0: none."""
+    for rank in ranks:
+        rank.scheduler.chunked_req = SimpleNamespace(origin_input_ids=[0] * pages * PAGE) if pages else None
 
 
 class Source:
@@ -233,7 +245,7 @@ class Reader:
         memories = [Memory(rank=rank, ranks=ranks) for rank in range(ranks)]
         clients = [fabric.client() for _ in memories]
         spec = EngineSpec("reader", memories[0].pools.groups, ranks)
-        self.port = SchedulerPort(clients[0], spec, hold_until_quiet=True)
+        self.port = SchedulerPort(clients[0], spec)
         self.ranks: list[Rank] = []
         self.loads: list[RadixLoads] = []
         reports: list[WorkerOutput] = []

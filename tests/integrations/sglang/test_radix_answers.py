@@ -16,7 +16,7 @@ from kvferry.errors import PrefixMiss
 from kvferry.integrations.sglang import answers
 from kvferry.integrations.sglang.cached import RadixPrefixes
 from kvferry.testing import Fabric
-from tests.integrations.sglang.played_radix import PAGE, PAGES, WINDOW, Asker, Source, rows
+from tests.integrations.sglang.played_radix import PAGE, PAGES, WINDOW, Asker, Source, compute_in_parts, rows
 from tests.support.waiting import until
 
 TEXT = [*range(100, 100 + 10 * PAGE)]
@@ -183,6 +183,24 @@ def test_no_more_than_a_share_of_the_pages_is_held(fabric: Fabric, share: float,
         assert source.serve(read).end_token == end * PAGE
     source.idle()
     assert [rank.answers._prefixes._holders.any() for rank in source.ranks] == [False, False]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("cache", ["radix", "python"])
+@pytest.mark.parametrize(("chunked", "busy"), [(PAGES - 11, False), (PAGES - 10, True)])
+def test_room_that_a_prompt_in_parts_needs_is_not_held(fabric: Fabric, cache: str, chunked: int, busy: bool) -> None:
+    """SGLang would end without it: "Prefill out of memory"."""
+    source = Source(fabric, cache, ranks=2)
+    source.compute(TEXT)
+    compute_in_parts(source.ranks, chunked)
+    asker = Asker(fabric, source)
+    if busy:
+        assert missed(source, asker, TEXT) == "BUSY"
+    else:
+        asker.ask(TEXT)
+        source.loop_until(lambda: source.leader.answers.holding)
+    for rank in source.ranks:
+        rank.memory.compute_part(chunked)
+    source.idle()
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])

@@ -12,11 +12,12 @@ import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 from kvferry import Prompt
+from kvferry.engine import WorkerOutput
 from kvferry.integrations.sglang import loads
 from kvferry.integrations.sglang.sender import KvferrySender
 from kvferry.testing import Fabric
 from tests.integrations.sglang.played import PROMPT, ROOM, PlayedManager
-from tests.integrations.sglang.played_radix import PAGE, PAGES, Reader, Source, rows
+from tests.integrations.sglang.played_radix import PAGE, PAGES, Reader, Source, compute_in_parts, rows
 
 TEXT = [*range(100, 100 + 10 * PAGE)]
 
@@ -125,18 +126,48 @@ def test_bytes_of_a_failed_read_do_not_get_into_the_cache(fabric: Fabric, source
     check(reader, source, 0, 9 * PAGE)
 
 
+def test_request_does_not_wait_until_its_pages_are_quiet(fabric: Fabric, source: Source) -> None:
+    """That may take a minute after the read's end."""
+    reader = Reader(fabric, 2)
+    silent = reader.ranks[1].manager.worker
+    silent.finished, finished = (lambda: WorkerOutput(1)), silent.finished
+    number = reader.want(TEXT, source.port.engine_reference)
+    with fabric.hold_reads() as reads:
+        source.loop_until(lambda: (reader.loop(), reads.count)[1])
+        fabric.advance(loads.MOST_TIME + 11)
+        reader.finish(number, source)
+        assert [(each.holding, rank.memory.free) for each, rank in zip(reader.loads, reader.ranks, strict=True)] == [
+            (True, (PAGES - 9) * PAGE)
+        ] * 2
+    silent.finished = finished
+    source.loop_until(lambda: (reader.loop(), not any(each.holding for each in reader.loads))[1])
+    assert reader.whole
+    assert not any(len(rank.memory.cached(TEXT)) for rank in reader.ranks)
+
+
 @pytest.mark.parametrize(("chunked", "read"), [(0, True), (PAGES - 11, True), (PAGES - 9, False)])
 def test_room_that_a_prompt_in_parts_needs_is_not_taken(
     fabric: Fabric, source: Source, chunked: int, read: bool
 ) -> None:
     reader = Reader(fabric, 2)
-    for rank in reader.ranks:
-        rank.scheduler.chunked_req = SimpleNamespace(origin_input_ids=[0] * chunked * PAGE) if chunked else None
+    compute_in_parts(reader.ranks, chunked)
     number = reader.want(TEXT, source.port.engine_reference)
     reader.finish(number, source)
     assert [len(rank.memory.cached(TEXT)) for rank in reader.ranks] == [9 * PAGE if read else 0] * 2
     assert reader.whole
     source.idle()
+
+
+@pytest.mark.parametrize(("chunked", "asked"), [(PAGES - 9, True), (PAGES - 8, False)])
+def test_own_prefix_is_not_kept_from_a_prompt_in_parts(
+    fabric: Fabric, source: Source, chunked: int, asked: bool
+) -> None:
+    reader = Reader(fabric, 2)
+    reader.compute(TEXT[: 8 * PAGE])
+    compute_in_parts(reader.ranks, chunked)
+    assert bool(reader.want(TEXT, source.port.engine_reference)) == asked
+    for rank in reader.ranks:
+        rank.memory.compute_part(chunked)
 
 
 def test_others_are_evicted_for_what_is_read(fabric: Fabric, source: Source) -> None:

@@ -17,14 +17,17 @@ from sglang.srt.managers.scheduler_components.request_receiver import SchedulerR
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.utils import TypeBasedDispatcher
 
+from kvferry.errors import PrefixMiss
 from kvferry.integrations.sglang import stepping
 from kvferry.integrations.sglang.answers import AnswerStep
 from kvferry.integrations.sglang.stepping import (
     IS_IDLE,
     MAKES_HANDLERS,
     SENDS_TO_RANKS,
+    UNLOADS,
     Waker,
     exchange_prefixes,
+    forget_adapter,
     is_idle,
     send_along,
 )
@@ -56,6 +59,7 @@ def hooked(monkeypatch: pytest.MonkeyPatch, *left_out: str) -> None:
         MAKES_HANDLERS: [(HookType.AFTER, exchange_prefixes, None)],
         SENDS_TO_RANKS: [(HookType.BEFORE, send_along, None)],
         IS_IDLE: [(HookType.AFTER, is_idle, None)],
+        UNLOADS: [(HookType.AFTER, forget_adapter, None)],
     }
     monkeypatch.setattr(Scheduler, "init_request_dispatcher", lambda _: None)
     for name in hooks:
@@ -148,7 +152,26 @@ def test_cache_is_not_emptied_while_pages_are_held(
     assert (emptied, flushed) == ([True], [True])
 
 
-@pytest.mark.parametrize("left_out", [SENDS_TO_RANKS, IS_IDLE, ""])
+def test_adapter_that_was_unloaded_is_not_looked_up(
+    fabric: Fabric, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one may have its name since, and SGLang's cache still has what the first has computed."""
+    monkeypatch.setattr(Scheduler, "unload_lora_adapter", lambda *_: "unloaded")
+    hooked(monkeypatch)
+    scheduler = scheduler_of(source.leader)
+    source.compute(TEXT, "first id")
+    request = SimpleNamespace(lora_id="first id", sampling_params=SimpleNamespace(custom_params=None))
+    source.leader.manager.see(request, "sql")
+    asker = Asker(fabric, source)
+    assert source.serve(asker.ask(TEXT, adapter="sql")).end_token == 10 * PAGE
+    source.idle()
+    assert Scheduler.unload_lora_adapter(scheduler, SimpleNamespace(lora_name="sql")) == "unloaded"
+    with pytest.raises(PrefixMiss, match="UNSUPPORTED"):
+        source.serve(asker.ask(TEXT, adapter="sql"))
+    Scheduler.unload_lora_adapter(SimpleNamespace(), SimpleNamespace(lora_name="sql"))
+
+
+@pytest.mark.parametrize("left_out", [SENDS_TO_RANKS, IS_IDLE, UNLOADS, ""])
 @pytest.mark.parametrize("backend", ["kvferry", "nixl"])
 def test_questions_are_answered_only_with_all_hooks(
     source: Source, monkeypatch: pytest.MonkeyPatch, left_out: str, backend: str

@@ -11,9 +11,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 
+from kvferry import Blocks, Client, EngineSpec, Group, KvferryError, Release, ReleaseOutcome
 from kvferry._wire.channel import connect
+from kvferry.engine import SchedulerPort, WorkerPort
+from kvferry.errors import EngineUnknown, TransferFailed
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
@@ -26,6 +30,14 @@ pytestmark = pytest.mark.slow
 
 NOTICED = 40.0
 """Seconds: more than a ping takes, and less than gRPC's minute."""
+
+
+SHAPE = 8, 4, 2, 16
+"""Blocks, their tokens, heads, elements."""
+
+
+def engine_of(name: str) -> EngineSpec:
+    return EngineSpec(name, (Group("full", block_tokens=4, num_blocks=SHAPE[0]),))
 
 
 def watch(channel: grpc.Channel) -> grpc.Call:
@@ -62,6 +74,59 @@ def test_watch_of_a_stopped_engine_ends(tmp_path: Path) -> None:
             while engines.ListEngines(ipb.ListEnginesRequest()).engines[0].state != ipb.ENGINE_STATE_LOST:
                 assert time.monotonic() < deadline
                 time.sleep(0.2)
+        finally:
+            os.kill(engine.pid, signal.SIGKILL)
+            engine.join()
+
+
+def publish_twice(address: str, pipe: Connection) -> None:
+    """An engine that publishes, and again when that is released."""
+    spec = engine_of("source")
+    with Client(address) as client, SchedulerPort(client, spec) as port:
+        WorkerPort(client, spec, 0, token=port.token).register({"layer": np.ones(SHAPE, np.float32)}, serve=True)
+        for request in ("before", "after"):
+            publication = port.publish(request, {"full": Blocks([1])})
+            pipe.send(publication.reference)
+            released: list[Release] = []
+            while not released:
+                released = port.released()
+                time.sleep(0.01)
+            pipe.send([release.outcome for release in released])
+
+
+def test_engine_that_was_stopped_until_it_counted_as_dead_goes_on_as_the_same(tmp_path: Path) -> None:
+    """What it had published is over, told once; what it publishes then is read."""
+    mine, theirs = multiprocessing.Pipe()
+    spec = engine_of("reader")
+    with (
+        Kvferryd("--listen", "", "--unix", str(tmp_path / "s"), "--engine-ttl", "1") as server,
+        grpc.insecure_channel(server.address) as asking,
+        Client(server.address) as client,
+        SchedulerPort(client, spec) as port,
+    ):
+        into = np.zeros(SHAPE, np.float32)
+        cache = WorkerPort(client, spec, 0, token=port.token).register({"layer": into})
+        spawned = multiprocessing.get_context("spawn")
+        engine = spawned.Process(target=publish_twice, args=(server.address, theirs), daemon=True)
+        engine.start()
+        before = mine.recv()
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGSTOP)
+        try:
+            engines = IntrospectionStub(asking)
+            deadline = time.monotonic() + NOTICED
+            # A dead engine is not listed.
+            while len(engines.ListEngines(ipb.ListEnginesRequest()).engines) > 1:
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+            with pytest.raises(KvferryError) as lost:
+                cache.read(before, {"full": Blocks([1])}).result(NOTICED)
+            assert isinstance(lost.value, EngineUnknown | TransferFailed), lost.value
+            os.kill(engine.pid, signal.SIGCONT)
+            assert mine.recv() == [ReleaseOutcome.ABORTED]
+            assert cache.read(mine.recv(), {"full": Blocks([2])}).result(NOTICED).bytes == into[2].nbytes
+            assert (into[2] == 1).all()
+            assert mine.recv() == [ReleaseOutcome.READ]
         finally:
             os.kill(engine.pid, signal.SIGKILL)
             engine.join()

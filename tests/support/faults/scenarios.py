@@ -52,8 +52,9 @@ def _of_processes() -> Iterator[Scenario]:
     yield Scenario(killed, target, before, END, lost, note=note)
     yield Scenario(killed, target, during, END, Expected((TransferFailed,), (), (), (), RECOMPUTED))
     yield Scenario(killed, target, after, END, Expected((), (), (), (), SERVED))
-    yield Scenario(stopped, target, before, END, stuck, timeout=TIMEOUT)
-    yield Scenario(stopped, target, during, END, stuck, timeout=TIMEOUT)
+    note = "For less than the time of a ping and the engine ttl (25 s). Stopped for longer, the engine counts as dead."
+    yield Scenario(stopped, target, before, END, stuck, timeout=TIMEOUT, note=note)
+    yield Scenario(stopped, target, during, END, stuck, timeout=TIMEOUT, note=note)
     yield Scenario(stopped, target, after, END, SERVED_BEFORE)
 
     target = Target.READER

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.common import kv_to_page_indices
 
 from kvferry import Blocks, MissReason, Prompt, Publication, Question
 from kvferry.errors import KvferryError
-from kvferry.integrations.sglang.cached import Held, RadixLookup, RadixPrefixes
+from kvferry.integrations.sglang.cached import Held, RadixLookup, RadixPrefixes, spare_tokens
 from kvferry.integrations.sglang.manager import KvferryManager
 
 logger = logging.getLogger(__name__)
@@ -168,6 +168,9 @@ class RadixAnswers:
         for lookup in step.lookups:
             # A paused engine may get other weights, and empties its cache first.
             held = MissReason.BUSY if self._scheduler._engine_paused else prefixes.hold(lookup)
+            if isinstance(held, Held) and spare_tokens(self._scheduler) < 0:
+                prefixes.free(held)
+                held = MissReason.BUSY
             if isinstance(held, Held):
                 self._held[lookup.number] = held
             if self._manager.leader:

@@ -16,6 +16,15 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from kvferry import MissReason
 
 
+def spare_tokens(scheduler: Any) -> int:
+    """Return for how many tokens SGLang has room beside a prompt that it computes in parts; less than 0: not even for
+    that. SGLang counts the room for such a prompt once, computes each part whether there is room or not, and ends if
+    there is none (``PrefillBudget.available_chunk_tokens``; 0.5.23)."""
+    tree, chunked = scheduler.tree_cache, scheduler.chunked_req
+    needed = 0 if chunked is None else len(chunked.origin_input_ids) + int(tree.page_size)
+    return int(scheduler.token_to_kv_pool_allocator.available_size() + tree.evictable_size()) - needed
+
+
 @dataclass(frozen=True, slots=True)
 class RadixLookup:
     """A prompt that every rank looks up.

@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from kvferry import Blocks, Prompt
 from kvferry.engine import Grant, ReadEnd, SchedulerPort, WorkerOutput
 from kvferry.errors import KvferryError
+from kvferry.integrations.sglang.cached import spare_tokens
 from kvferry.integrations.sglang.manager import PREFIX_SOURCE, KvferryManager
 from kvferry.integrations.sglang.pools import FULL
 
@@ -36,6 +37,7 @@ class LoadStep:
         rooms: numbers of loads that need pages, each with the end of its tokens.
         grants: for each rank's worker.
         cancels: read_ids of shares to cancel.
+        failed: numbers of loads whose requests wait no longer, while their pages may still be written to (R4).
         ends: numbers of loads that have ended, and whether their bytes count.
         reports: rank 0 needs the reports of all workers.
     """
@@ -43,6 +45,7 @@ class LoadStep:
     rooms: tuple[tuple[int, int], ...] = ()
     grants: tuple[Grant, ...] = ()
     cancels: tuple[str, ...] = ()
+    failed: tuple[int, ...] = ()
     ends: tuple[tuple[int, bool], ...] = ()
     reports: bool = False
 
@@ -56,6 +59,7 @@ class _Load:
         first, last: the tokens from `first` on are not cached here; those from `last` on are computed in any case.
         own: the slots of what is cached here, which `lock` keeps.
         slots: of the tokens behind, once there is room; up to `end`.
+        waits: whether the request waits for it.
     """
 
     tokens: array[int]
@@ -66,6 +70,7 @@ class _Load:
     lock: Any
     slots: Any = None
     end: int = 0
+    waits: bool = True
 
 
 class RadixLoads:
@@ -90,6 +95,7 @@ class RadixLoads:
         self._asked: set[int] = set()
         self._computing: dict[int, tuple[object, ...]] = {}
         self._reading: set[int] = set()
+        self._failed: list[int] = []
         self._ends: list[tuple[int, bool]] = []
 
     @staticmethod
@@ -105,8 +111,8 @@ class RadixLoads:
         return bool(self._loads)
 
     def waits(self, number: int) -> bool:
-        """Whether a load has not ended. The same on all ranks."""
-        return number in self._loads
+        """Whether the request of a load waits for it. The same on all ranks."""
+        return number in self._loads and self._loads[number].waits
 
     def want(self, request: Any, prompt: Prompt) -> int:
         """Begin to load what a new request lacks, if it names an engine that may have it; return the number of the
@@ -126,6 +132,9 @@ class RadixLoads:
             return 0
         own = self._tree.path_device_indices(match.last_device_node)[:first]
         lock = self._tree.lock(match.last_device_node)
+        if spare_tokens(self._scheduler) < 0:
+            self._tree.unlock(lock)
+            return 0
         self._number += 1
         self._loads[self._number] = _Load(tokens, request.extra_key, first, last, own, lock)
         if self._manager.leader:
@@ -161,10 +170,14 @@ class RadixLoads:
         rooms = [room for request_id in self._port.news() for room in self._granted(int(request_id))]
         grants = self._attached()
         cancels = tuple(self._port.cancels())
-        for end in self._port.finished().reads:
+        finished = self._port.finished()
+        for end in finished.reads:
             self._finished(end)
+        for request_id in finished.quiesced:
+            self._quiet(int(request_id), counts=False)
+        failed, self._failed = tuple(self._failed), []
         ends, self._ends = tuple(self._ends), []
-        step = LoadStep(tuple(rooms), grants, cancels, ends, reports=bool(self._reading))
+        step = LoadStep(tuple(rooms), grants, cancels, failed, ends, reports=bool(self._reading))
         self._manager.breathe()
         return None if step == LoadStep() else step
 
@@ -212,8 +225,10 @@ class RadixLoads:
 
     def _finished(self, end: ReadEnd) -> None:
         number = int(end.request_id)
-        self._reading.discard(number)
-        self._ends.append((number, end.error is None))
+        if end.quiet:
+            self._quiet(number, counts=end.error is None)
+        else:
+            self._failed.append(number)
         counts = self._manager.counts
         counts.add("reads.outcomes", "done" if end.error is None else "failed")
         if end.error is None:
@@ -223,6 +238,10 @@ class RadixLoads:
             counts.add("reads.failures", type(end.error).__name__)
             logger.warning("a prefix could not be read: %s: %s", type(end.error).__name__, end.error)
 
+    def _quiet(self, number: int, *, counts: bool) -> None:
+        self._reading.discard(number)
+        self._ends.append((number, counts))
+
     # On every rank.
 
     def run(self, step: LoadStep) -> None:
@@ -231,6 +250,8 @@ class RadixLoads:
             outputs = self._manager.gathered(self._worker.finished())
             if self._manager.leader:
                 self._collect(outputs)
+        for number in step.failed:
+            self._loads[number].waits = False
         for number, counts in step.ends:
             self._end(self._loads.pop(number), counts)
         for number, end in step.rooms:
@@ -250,11 +271,10 @@ class RadixLoads:
                 self._port.collect(output)
 
     def _make_room(self, number: int, end: int) -> None:
-        """Take pages for a load, but none that a prompt needs which SGLang computes in parts."""
+        """Take pages for a load, if there is room."""
         load = self._loads[number]
-        wanted, chunked = end - load.first, self._scheduler.chunked_req
-        needed = wanted + (0 if chunked is None else len(chunked.origin_input_ids) + self._page)
-        if self._allocator.available_size() + self._tree.evictable_size() >= needed:
+        wanted = end - load.first
+        if spare_tokens(self._scheduler) >= wanted:
             evict_from_tree_cache(self._tree, wanted)
             load.slots = self._allocator.alloc(wanted)
         load.end = end

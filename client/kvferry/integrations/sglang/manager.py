@@ -101,8 +101,8 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
     reduction over the ranks, and every layer's attention precedes that reduction.
 
     SGLang reads `kv_args`, its own description of the pools, and `prefill_info_table`, see `_Reachable`. The `leader`
-    is rank 0. `adapters` are the names of the LoRA adapters of prefill's latest requests, with SGLang's ids of them.
-    `loads` are the `RadixLoads` of prefill, if it can have any, once its scheduler is made.
+    is rank 0. `adapters` are the names of the loaded LoRA adapters of prefill's latest requests, with SGLang's ids of
+    them. `loads` are the `RadixLoads` of prefill, if it can have any, once its scheduler is made.
     """
 
     enable_deferred_decode_kv_release = True
@@ -170,8 +170,7 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         opened, error = "", None
         if self.leader:
             try:
-                timeout = self._settings.start_timeout
-                self._port = SchedulerPort(self._client, spec, hold_until_quiet=True, timeout=timeout)
+                self._port = SchedulerPort(self._client, spec, timeout=self._settings.start_timeout)
                 opened = str(self._port.token)
             except KvferryError as failed:
                 # Raised after the broadcast: the other ranks wait for the token.

@@ -24,7 +24,9 @@ from kvferry.integrations.sglang.stepping import (
     IS_IDLE,
     MAKES_HANDLERS,
     SENDS_TO_RANKS,
+    UNLOADS,
     exchange_prefixes,
+    forget_adapter,
     is_idle,
     send_along,
 )
@@ -59,6 +61,7 @@ def register() -> None:
         (MAKES_HANDLERS, exchange_prefixes, HookType.AFTER),
         (SENDS_TO_RANKS, send_along, HookType.BEFORE),
         (IS_IDLE, is_idle, HookType.AFTER),
+        (UNLOADS, forget_adapter, HookType.AFTER),
     ):
         HookRegistry.register(method, hook, when)
 

@@ -16,6 +16,7 @@ SENDS_TO_RANKS = (
     "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver._broadcast_reqs_across_ranks"
 )
 IS_IDLE = "sglang.srt.managers.scheduler.Scheduler.is_fully_idle"
+UNLOADS = "sglang.srt.managers.scheduler.Scheduler.unload_lora_adapter"
 """SGLang's methods that are hooked."""
 
 READ = "tree_cache", "token_to_kv_pool_allocator", "result_queue", "chunked_req", "_engine_paused"
@@ -32,7 +33,7 @@ def exchange_prefixes(_: None, scheduler: Any, *__: Any, **___: Any) -> None:
     queue = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
     if queue is None or queue.transfer_backend.value != BACKEND:
         return
-    if not all(map(_hooked, (SENDS_TO_RANKS, IS_IDLE))) or not all(hasattr(scheduler, name) for name in READ):
+    if not all(map(_hooked, (SENDS_TO_RANKS, IS_IDLE, UNLOADS))) or not all(hasattr(scheduler, name) for name in READ):
         return
     from sglang.utils import TypeBasedDispatcher
 
@@ -67,6 +68,14 @@ def send_along(receiver: Any, received: list[Any] | None, *more: Any, **named: A
 def is_idle(idle: bool, _: Any, for_health_check: bool = False, **__: Any) -> bool:
     """Return whether SGLang may empty its cache: not while pages are held. A health check asks whether it computes."""
     return idle and (for_health_check or not any(part.holding for part in _parts))
+
+
+def forget_adapter(_: Any, scheduler: Any, asked: Any, *__: Any, **___: Any) -> None:
+    """Do not look up prompts of a LoRA adapter that was unloaded: another one may be loaded under its name, while the
+    cache still has what the first has computed."""
+    queue = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
+    if queue is not None and queue.transfer_backend.value == BACKEND:
+        queue.kv_manager.adapters.pop(asked.lora_name, None)
 
 
 def _hooked(name: str) -> bool:
