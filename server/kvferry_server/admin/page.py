@@ -146,7 +146,6 @@ def engine_page(engine: Engine, first: int) -> Html:
     return document(f"engine {ref.engine_id}", content)
 
 
-
 def state_page(state: Row) -> Html:
     """Return the state of the node server as a table."""
     content = '<h1>State</h1><p><a href="/statusz?format=json">as JSON</a></p>{}'
@@ -213,7 +212,6 @@ def _cell(title: str, value: object) -> Html:
 
 def _link(text: str, path: str, **query: str) -> Html:
     return html('<a href="{}?{}">{}</a>', path, urlencode(query), text)
-
 
 
 def _timeline(reads: Sequence[Row]) -> Html:
