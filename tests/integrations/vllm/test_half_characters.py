@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
 TEXT = "wörld 漢字!"
@@ -27,7 +29,7 @@ def test_prompt_that_ends_in_half_a_character_is_said_again(tokenizer: PreTraine
     tokens = tokenizer.encode(TEXT)
     for cut in range(1, len(tokens)):
         prompt, rest = tokens[:cut], tokens[cut:]
-        request = EngineCoreRequest("r", prompt, None, SamplingParams(), None, 0.0, None, None, None)
+        request: Any = SimpleNamespace(request_id="r", prompt_token_ids=prompt, sampling_params=SamplingParams())
         detokenizer = FastIncrementalDetokenizer(tokenizer, request)
         detokenizer.update(rest, False)
         told = tokenizer.decode(prompt)
