@@ -85,8 +85,8 @@ def allow(system: System) -> None:
 
 
 def certificate(system: System) -> str:
-    """The serial number of the certificate that kvferryd shows."""
+    """The fingerprint of the certificate that kvferryd shows."""
     shown = system.execute("openssl", "s_client", "-connect", "127.0.0.1:7423", "-alpn", "h2").stdout
     found = re.search(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", shown, re.DOTALL)
     assert found is not None, shown
-    return run("openssl", "x509", "-noout", "-serial", input=found[0])
+    return run("openssl", "x509", "-noout", "-fingerprint", input=found[0])
