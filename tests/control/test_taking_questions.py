@@ -281,11 +281,11 @@ FULL, WINDOW = Group("full", block_tokens=4, num_blocks=8), Group("w", GroupKind
         ({"first_token": -1}, "first_token"),
         ({"wait": 0}, "wait"),
         ({"wait": 2.1}, "wait"),
-        ({"engine_reference": b"kvf1e."}, "engine_reference"),
+        ({"engine": b"kvf1e."}, "engine"),
     ],
 )
 def test_what_no_home_would_take_is_refused_at_once(wrong: dict[str, object], field: str) -> None:
-    right = {"engine_reference": "kvf1e.x", "prompt": Prompt(range(8)), "first_token": 0, "wait": 2.0}
+    right = {"engine": "kvf1e.x", "prompt": Prompt(range(8)), "first_token": 0, "wait": 2.0}
     with pytest.raises(InvalidField) as found:
         AskedPrefix(groups=(FULL,), **{**right, **wrong})  # type: ignore[arg-type]
     assert found.value.values["field"] == field
