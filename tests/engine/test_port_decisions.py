@@ -470,7 +470,7 @@ def test_a_scheduler_passes_its_arguments_on(scheduler: Scheduler) -> None:
     port.ask("mine", "kvf1e.x", PROMPT, first_token=1, wait=0.5, timeout=5.0, progressive=True)
     assert reads.last() == ("acquire", ("mine", "a request"), {})
     _, (asked, terms), given = scheduler.holder.last()
-    assert (asked.engine_reference, asked.prompt, asked.first_token, asked.wait) == ("kvf1e.x", PROMPT, 1, 0.5)
+    assert (asked.engine, asked.prompt, asked.first_token, asked.wait) == ("kvf1e.x", PROMPT, 1, 0.5)
     assert terms == ReadTerms(5.0, prompt=PROMPT, progressive=True)
     assert given == {"request_id": "mine", "parties": 2}
     question = Question(1, "kvf1.x", PROMPT, 0, "asker", 7.0)
