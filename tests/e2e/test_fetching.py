@@ -40,6 +40,12 @@ import numpy
 zeros = numpy.zeros
 numpy.zeros = lambda size, *of: zeros(1 << 60 if of == (numpy.uint8,) else size, *of)
 """
+RESTARTED = """
+from dataclasses import replace
+from kvferry._cli.connection import Node
+geometry = Node.geometry
+Node.geometry = lambda *of: replace(geometry(*of), incarnation=bytes(16))
+"""
 PROGRAM = """
 import sys
 from kvferry._cli import main
@@ -192,6 +198,21 @@ def test_fetch_of_more_than_memory_holds_asks_nobody(
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "kvferry: no memory for 20480 bytes, the cache of 75 tokens"
     assert source.session.questions(timeout=0.1) == []
+
+
+def test_fetch_from_an_engine_that_has_restarted_since_it_was_looked_at_writes_nothing(
+    engine: MakeEngine, homes: tuple[str, str], tmp_path: Path
+) -> None:
+    """It may hold other planes now."""
+    source, blocks, _ = source_of(engine, homes[0], 1)
+    name = source.session.engine_reference
+    running = Fetch(name, *PROMPT, "--output", tmp_path / "kv", program=RESTARTED)
+    publication = answer(source.session, blocks)
+    done = running.ended()
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.endswith("[PEER_RESTARTED]")
+    assert not (tmp_path / "kv").exists()
+    assert source.release_of(publication).outcome.name == "DECLINED"
 
 
 HYBRID = {

@@ -16,7 +16,7 @@ import typer
 
 from kvferry._cli.connection import Connection, Directory, look_up, with_connection
 from kvferry._cli.render import safe
-from kvferry.errors import InvalidInput
+from kvferry.errors import InvalidInput, PeerRestarted
 
 if TYPE_CHECKING:
     from kvferry._cli.whole_cache import WholeCache, WholeTensor
@@ -165,17 +165,25 @@ def _read(
     name = f"fetch-{secrets.token_hex(4)}"
     # An engine that holds a part of the model only can be read, too.
     spec = EngineSpec(name, cache.groups, identity=engine.identity, partial=True)
-    port, worker = SchedulerPort(client, spec), WorkerPort(client, spec)
-    worker.register({name: memory}, planes=cache.planes(memory.ctypes.data), serve=False)
-    port.ask(REQUEST, asked, prompt, first_token=first_token, wait=wait)
-    while (offer := port.granted(REQUEST)) is None:
-        port.wait_news(POLL)
-    worker.start(port.attach(REQUEST, cache.blocks(offer.blocks(), first_token)))
-    while not (ends := port.finished().reads):
-        port.wait_news(POLL)
-        for read_id in port.cancels():
-            worker.cancel(read_id)
-        port.collect(worker.finished())
+    # Closing the port gives back what is not read.
+    with SchedulerPort(client, spec) as port, WorkerPort(client, spec) as worker:
+        worker.register({name: memory}, planes=cache.planes(memory.ctypes.data), serve=False)
+        port.ask(REQUEST, asked, prompt, first_token=first_token, wait=wait)
+        while (offer := port.granted(REQUEST)) is None:
+            port.wait_news(POLL)
+        if offer.incarnation != engine.incarnation:
+            raise PeerRestarted(
+                f"engine {engine.engine_id!r} has restarted, and may hold other planes now: fetch again",
+                engine_id=engine.engine_id,
+                incarnation=engine.incarnation.hex(),
+                current=offer.incarnation.hex(),
+            )
+        worker.start(port.attach(REQUEST, cache.blocks(offer.blocks(), first_token)))
+        while not (ends := port.finished().reads):
+            port.wait_news(POLL)
+            for read_id in port.cancels():
+                worker.cancel(read_id)
+            port.collect(worker.finished())
     if ends[0].error is not None:
         raise ends[0].error
     return memory, offer

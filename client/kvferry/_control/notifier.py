@@ -76,16 +76,18 @@ class Notifier:
         for (home, timeout), messages in fresh.items():
             self._call(home, messages, timeout)
 
-    def _call(self, home: Control, left: Sequence[Message], timeout: float) -> None:
+    def _call(self, home: Control, left: Sequence[Message], timeout: float) -> list[asyncio.Task[None]]:
         spans = {message.span for message in left}
         # A call belongs to one trace; a call about several reads to none.
         span = spans.pop() if len(spans) == 1 else NO_SPAN
-        notifications = [message.notification for message in left]
+        calls, notifications = list[asyncio.Task[None]](), [message.notification for message in left]
         for request in batches(self._sender, notifications, session_secret=self._secret):
             batch, left = left[: len(request.notifications)], left[len(request.notifications) :]
             call = self._loop.spawn(self._attempt(home, request, batch, timeout, span), f"a call to {home.address}")
+            calls.append(call)
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)
+        return calls
 
     async def close(self, timeout: float) -> None:
         """Stop repeating notifications, and wait at most `timeout` seconds for the calls in progress. Idempotent."""
@@ -107,8 +109,8 @@ class Notifier:
             if len(batch) > 1 and not error.retryable and not isinstance(error, Closed):
                 # What the home refuses must not cost the others their answers: it decides about access by the call.
                 middle = len(batch) // 2
-                self._call(home, batch[:middle], timeout)
-                self._call(home, batch[middle:], timeout)
+                first, second = batch[:middle], batch[middle:]
+                await asyncio.wait([*self._call(home, first, timeout), *self._call(home, second, timeout)])
                 return
             answers = [error] * len(batch)
         for message, answer in zip(batch, answers, strict=True):
