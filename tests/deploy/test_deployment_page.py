@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import tomllib
 
-from kvferry_server.domain.policy import Need, PolicyRole
+from kvferry_server.domain.roles import Need, PolicyRole
 from kvferry_server.node.loading import load
 from kvferry_server.node.policy_file import read_policy
 from tests.support.node_servers import environment, free_port

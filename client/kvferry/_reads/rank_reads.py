@@ -45,7 +45,7 @@ EXPAND_FOR = 0.002
 GIVE_UP = 1.0
 """Seconds that `RankReads.close` waits for overdue shares."""
 
-Told: TypeAlias = Callable[[RankRead], None]
+ShareCallback: TypeAlias = Callable[[RankRead], None]
 
 
 class RankReads(OneProcess):
@@ -81,7 +81,7 @@ class RankReads(OneProcess):
         self._closed = False
         """Set by `close`, on any thread: shares that reach the loop later are refused there."""
 
-    def start(self, share: RankRead, ended: Told, quiesced: Told) -> None:
+    def start(self, share: RankRead, ended: ShareCallback, quiesced: ShareCallback) -> None:
         """Start a share. Returns at once; later errors end the share.
 
         `ended` is called once at the end of the share, on the loop; `quiesced` once when a share that ended without
@@ -126,13 +126,13 @@ class RankReads(OneProcess):
         if tasks:
             await asyncio.wait(tasks, timeout=GIVE_UP)
 
-    def _begin(self, share: RankRead, ended: Told, quiesced: Told) -> None:
+    def _begin(self, share: RankRead, ended: ShareCallback, quiesced: ShareCallback) -> None:
         if self._closed:
             self._interrupt(share, Closed("the cache is closed"))
         self._running.add(share)
         share.task = self._loop.spawn(self._run(share, ended, quiesced), f"read {share.order.read_id}")
 
-    async def _run(self, share: RankRead, ended: Told, quiesced: Told) -> None:
+    async def _run(self, share: RankRead, ended: ShareCallback, quiesced: ShareCallback) -> None:
         order, error = share.order, None
         overdue = self._loop.at(order.deadline, partial(self._overdue, share))
         try:

@@ -1,4 +1,4 @@
-"""Budgets: a fixed capacity that many holders share, so that no holder can take everything from the others.
+"""Budgets: a fixed capacity, mostly one of `limits`, that many holders share, so that none can take everything.
 
 A holder above its floor may take more only if it then holds at most what stays free. One holder alone gets half of the
 capacity; three that take all they can get a quarter each, and the last quarter stays free for everyone else.

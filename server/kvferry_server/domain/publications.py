@@ -66,7 +66,7 @@ class PublicationRecord:
     outcome: ReleaseOutcome | None = None  # set with ENDING; the first reason counts
     first_at: float = NEVER  # when the first step arrived
     final_at: float = NEVER  # the final deadline; no lease extends past it
-    hold: float = NEVER  # seconds for which it is held without a live lease; set with its first step
+    hold: float = NEVER  # seconds for which it is held without a live lease; set by `Sources`
     hold_until: float = NEVER  # end of the hold; applies while there is no live lease
     # Earliest release. A restarted home does not know all readers that may still be reading.
     release_not_before: float = 0.0

@@ -1,4 +1,4 @@
-"""The policy file, in TOML: rules that give roles to identities (see `kvferry_server.domain.policy`)."""
+"""The policy file, in TOML: rules that give roles to identities (see `kvferry_server.domain.roles`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, TomlConfigSettingsSource
 
 from kvferry.errors import InvalidField
-from kvferry_server.domain.policy import ANYBODY, Grant, Policy, Rule
+from kvferry_server.domain.roles import ANYBODY, Grant, Policy, Rule
 
 MAX_RULES = 1000  # Each call of a caller whose roles are limited looks at all rules
 

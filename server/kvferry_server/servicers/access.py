@@ -14,7 +14,7 @@ from typing import Any
 from kvferry._wire.reference import engine_ids, parse_reference
 from kvferry.errors import BadReference, NotAllowed
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.policy import MEMBER, OPERATOR, Grant, Need, Policy, PolicyRole
+from kvferry_server.domain.roles import MEMBER, OPERATOR, Grant, Need, Policy, PolicyRole
 from kvferry_server.servicers.callers import Context, identities_of
 from kvferry_server.servicers.limits import MAX_NOTIFICATIONS, MAX_TEXT
 from kvferry_server.servicers.notify import OF_A_SOURCE

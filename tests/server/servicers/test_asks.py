@@ -29,7 +29,7 @@ from kvferry.errors import (
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.limits import Limits
-from kvferry_server.domain.policy import PolicyRole
+from kvferry_server.domain.roles import PolicyRole
 from kvferry_server.domain.routing import Routing
 from kvferry_server.domain.watch_feed import Numbered, Process, QuestionEnded, Role
 from kvferry_server.home.time_slices import TimeSlice

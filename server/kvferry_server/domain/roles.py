@@ -1,4 +1,4 @@
-"""The policy: which identity has which role, for which engines. Knows neither gRPC nor files.
+"""Roles, and the policy: which identity has which role, for which engines. Knows neither gRPC nor files.
 
 An identity is a name in a caller's verified certificate: a DNS name (``node-7.prefill.example``) or a URI
 (``spiffe://fleet/prefill/7``). A URI has a colon and a DNS name has none, so neither is taken for the other.
