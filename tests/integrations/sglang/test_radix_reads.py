@@ -162,7 +162,7 @@ def test_vllm_reads_the_cached_prefix_and_computes_the_rest(
     connector = kvferry("kv_consumer", home.address)
     # These two cores are not quick.
     connector["kv_connector_extra_config"]["prefix_wait"] = 2.0
-    small = {"kv_cache_memory_bytes": CACHE * TOKEN_BYTES, "max_model_len": CACHE // 2}
+    small: dict[str, Any] = {"kv_cache_memory_bytes": CACHE * TOKEN_BYTES, "max_model_len": CACHE // 2}
     vllm = Node(model, tmp_path / "log", connector=connector, environment=environment(), **small)
     try:
         [wanted] = alone(vllm.ready(), [TEXT])

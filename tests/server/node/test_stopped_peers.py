@@ -9,6 +9,7 @@ import signal
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -40,7 +41,7 @@ def engine_of(name: str) -> EngineSpec:
     return EngineSpec(name, (Group("full", block_tokens=4, num_blocks=SHAPE[0]),))
 
 
-def watch(channel: grpc.Channel) -> grpc.Call:
+def watch(channel: grpc.Channel) -> Any:
     """A Watch of P's scheduler that has begun."""
     request = pb.WatchRequest(engine=proto(P), session_secret=SECRETS[P], role=pb.WATCH_ROLE_SCHEDULER)
     stream = KVTransferStub(channel).Watch(request)
