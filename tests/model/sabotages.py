@@ -428,7 +428,7 @@ def another_incarnation_evicts_the_live_one(patch: pytest.MonkeyPatch) -> None:
 
 @of_a_liar
 def first_engine_at_a_restarted_home_gets_the_name(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(registry.Registry, "_recovering", property(lambda self: False))
+    patch.setattr(registry.Registry, "recovering", property(lambda self: False))
 
 
 # A call of an operator has the effect of a source's abort, a reader's loss or a source's death, and no more.
