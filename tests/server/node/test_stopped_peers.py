@@ -26,6 +26,7 @@ from tests.support.node_in_process import proto
 from tests.support.node_servers import Kvferryd
 from tests.support.parties import SECRETS, P
 from tests.support.stubs import KVTransferStub
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -111,10 +112,12 @@ def test_engine_that_was_stopped_until_it_counted_as_dead_goes_on_as_the_same(tm
         engine = spawned.Process(target=publish_twice, args=(server.address, theirs), daemon=True)
         engine.start()
         before = mine.recv()
+        engines = IntrospectionStub(asking)
+        # Else the home would hear of it, and hold it for its readers, when the engine goes on.
+        until(lambda: bool(engines.ListRequests(ipb.ListRequestsRequest()).requests))
         assert engine.pid is not None
         os.kill(engine.pid, signal.SIGSTOP)
         try:
-            engines = IntrospectionStub(asking)
             deadline = time.monotonic() + NOTICED
             # A dead engine is not listed.
             while len(engines.ListEngines(ipb.ListEnginesRequest()).engines) > 1:
