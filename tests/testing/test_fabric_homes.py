@@ -10,7 +10,10 @@ from kvferry import Client
 from kvferry.errors import HomeNotAllowed, InvalidField, Unreachable
 from kvferry.testing import Fabric
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry.v1.introspection_pb2 import ENGINE_STATE_INCOMPLETE, ListEnginesRequest
+from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 from tests.support.stubs import KVTransferStub
+from tests.support.waiting import until
 from tests.testing.fabric_engines import SOON, Engine, kv
 
 VALUES = kv(tokens=8)
@@ -59,12 +62,20 @@ def test_a_rank_on_another_node_is_of_its_engine(two: Fabric) -> None:
 def test_a_rank_on_another_node_is_lost_with_its_process_or_its_node(stopped: bool) -> None:
     with Fabric(homes=2) as two:
         prefill, decode = Engine(two, "p", 2, homes=[0, 0, 1]), Engine(two, "d")
-        publication = prefill.publish(VALUES, THEIRS)
+        introspection = IntrospectionStub(two.client()._network.dial(two.addresses[0], None))
         if stopped:
             two.stop_home(1)
         else:
             two.kill(prefill.workers[1])
-        two.advance(11.0)
+
+        def incomplete() -> bool:
+            # The engine's home hears of the loss by and by, and waits an engine ttl from then on.
+            two.advance(11.0)
+            listed = introspection.ListEngines(ListEnginesRequest(), timeout=SOON).engines
+            return ENGINE_STATE_INCOMPLETE in [each.state for each in listed]
+
+        until(incomplete)
+        publication = prefill.publish(VALUES, THEIRS)
         (read,) = decode.read(publication.reference, MINE, timeout=1.0)
         problem = str(read.exception(SOON))
         assert "1 of 2 ranks are missing" in problem
