@@ -63,6 +63,7 @@ def test_an_engine_may_have_a_rank_on_either_host(pair: Pair) -> None:
     close(source)
 
 
+@pytest.mark.slow
 def test_a_reader_that_the_policy_does_not_allow_is_refused(pair: Pair) -> None:
     source = Source(open_engine([pair.decode.engines], "decode"))
     reader = Reader(open_engine([pair.prefill.engines], "decode", serve=False))
@@ -73,6 +74,7 @@ def test_a_reader_that_the_policy_does_not_allow_is_refused(pair: Pair) -> None:
     close(reader, source)
 
 
+@pytest.mark.slow
 def test_a_directory_resolves_an_engines_address(pair: Pair, directory: Path) -> None:
     source = Source(open_engine([pair.prefill.engines], "prefill", home_in_references=False))
     engine_id = source.ranks[0].place.engine_id

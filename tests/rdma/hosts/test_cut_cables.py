@@ -32,6 +32,7 @@ def test_a_cut_while_nothing_moves_does_no_harm(pair: Pair) -> None:
     pair.works()
 
 
+@pytest.mark.slow
 def test_a_cut_before_a_read_may_be_repaired_while_the_read_waits(pair: Pair) -> None:
     request = pair.source.publish()
     pair.plug(connected=False)
