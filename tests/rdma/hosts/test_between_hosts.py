@@ -55,6 +55,7 @@ def test_ranks_read_their_shares(pair: Pair, source_ranks: int, reader_ranks: in
     close(source, reader)
 
 
+@pytest.mark.slow
 def test_an_engine_may_have_a_rank_on_either_host(pair: Pair) -> None:
     """The node server of the second host relays for its rank, as the policy lets it."""
     source = Source(open_engine([pair.prefill.engines, pair.decode.engines], "prefill", units(2)))
