@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.homes import HOMES, cpu_label, rate_label
 from benchmarks.results import Results
 from benchmarks.tables import Table
 
@@ -166,3 +167,12 @@ def bottleneck(costs: Costs) -> str:
         "bytes of control never: at that size "
         f"they are {100 * costs.control / one:.4f} % of the bytes of one card."
     )
+
+
+def several_homes(results: Results) -> Table:
+    """What requests cost at one home, and at several that share a node's engines."""
+    rows = []
+    for count in HOMES:
+        cpu, rate = results.measure("homes", cpu_label(count)), results.measure("homes", rate_label(count))
+        rows.append((str(count), f"{1e3 * cpu.median:.2f} ms", f"{rate.median:,.0f}"))
+    return Table("", ("homes", "CPU of all homes per request", "requests/s"), rows)

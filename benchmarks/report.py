@@ -114,6 +114,7 @@ def performance(results: Results) -> str:
         "fleet": model.fleet(costs).lines(),
         "check": model.check(costs, results).lines(),
         "bottleneck": model.bottleneck(costs),
+        "homes": model.several_homes(results).lines(),
     }.items():
         text = text.replace(f"{{{{ {name} }}}}", value.strip())
     return text

@@ -36,6 +36,7 @@ TOPICS = (
     "lengths",
     "integrity",
     "expand",
+    "homes",
     "limits",
     "vllm_worker",
     "mooncake",
