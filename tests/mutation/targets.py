@@ -175,7 +175,7 @@ TARGETS: dict[str, Target] = {
     ),
     "server/kvferry_server/domain/engine.py": Target(LESSOR),
     "server/kvferry_server/domain/registry.py": Target(LESSOR),
-    "server/kvferry_server/domain/budgets.py": Target((SHARES, MODEL)),
+    "server/kvferry_server/domain/limits.py": Target((SHARES, MODEL)),
     "server/kvferry_server/domain/registrations.py": Target(
         LESSOR,
         {

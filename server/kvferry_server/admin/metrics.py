@@ -23,10 +23,10 @@ import kvferry
 from kvferry._exposition import family
 from kvferry.stats import Metric, metrics_of
 from kvferry_server.admin.node_state import CallCounts, NodeState
-from kvferry_server.domain.budgets import Budget
 from kvferry_server.domain.engine import STATES
 from kvferry_server.domain.engine_publications import EnginePublications
 from kvferry_server.domain.journal import LIVE, Journal
+from kvferry_server.domain.limits import Budget
 
 Value: TypeAlias = Callable[[NodeState], Any]
 """Computes the value of a metric: a number, or numbers by the values of the labels. None: the metric is left out."""

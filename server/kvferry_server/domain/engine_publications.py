@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 
 from kvferry._wire.authority import PublicationKeys, engine_key
 from kvferry.errors import HomeRecovering, PublicationStale, WrongKey
-from kvferry_server.domain.budgets import Budget
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.limits import MAX_SKIPPED
+from kvferry_server.domain.limits import MAX_SKIPPED, Budget
 from kvferry_server.domain.ordered import Ordered
 from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.router_keys import RouterKeys

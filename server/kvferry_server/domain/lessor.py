@@ -12,10 +12,9 @@ from dataclasses import replace
 
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import BadReference, LeaseEnded, PublicationAborted, ServerDraining
-from kvferry_server.domain.budgets import check_budget
 from kvferry_server.domain.engine_publications import EnginePublications
 from kvferry_server.domain.identity import NOBODY, EngineRef, Names
-from kvferry_server.domain.limits import check_limit
+from kvferry_server.domain.limits import check_budget, check_limit
 from kvferry_server.domain.publications import (
     PUBLICATION_BYTES,
     Lease,

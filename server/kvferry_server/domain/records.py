@@ -13,14 +13,13 @@ from typing import TypeAlias
 
 from kvferry._wire.outcomes import MissReason, ReleaseOutcome
 from kvferry.errors import EngineUnknown, HomeRecovering
-from kvferry_server.domain.budgets import Budget, MemoryBudget
 from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.deadline_queue import NEVER, DeadlineQueue
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.engine_publications import NUMBER_BYTES, EnginePublications
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.journal import Journal
-from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Limits
+from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Budget, Limits, MemoryBudget
 from kvferry_server.domain.ordered import Ordered
 from kvferry_server.domain.publications import PUBLICATION_BYTES, Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.questions import Question, QuestionOutcome

@@ -26,14 +26,13 @@ from kvferry.errors import (
     PeerRestarted,
     WrongSession,
 )
-from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.domain.deadline_queue import DeadlineQueue
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.engine_description import EngineDescription
 from kvferry_server.domain.event_log import short
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.journal import UNIX_PEER
-from kvferry_server.domain.limits import check_limit
+from kvferry_server.domain.limits import Budget, check_budget, check_limit
 from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.records import Records
 from kvferry_server.domain.registrations import Registration, check_same, engine_difference, first_difference

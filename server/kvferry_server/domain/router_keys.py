@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import RouterKeyUsed, WrongKey
-from kvferry_server.domain.budgets import Budget, MemoryBudget, check_budget
 from kvferry_server.domain.identity import EngineRef, RouterKey
-from kvferry_server.domain.limits import MAX_PAST_ROUTER_KEYS
+from kvferry_server.domain.limits import MAX_PAST_ROUTER_KEYS, Budget, MemoryBudget, check_budget
 from kvferry_server.domain.publications import PublicationRecord, ended
 from kvferry_server.domain.questions import EngineQuestions
 from kvferry_server.domain.reads import LeaseRequest

@@ -19,8 +19,8 @@ from kvferry.errors import (
     ServerDraining,
     WrongKey,
 )
-from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.domain.identity import EngineRef, RouterKey
+from kvferry_server.domain.limits import Budget, check_budget
 from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.questions import Ask, QuestionOutcome
 from kvferry_server.domain.reads import LeaseRequest, RoutedRequest

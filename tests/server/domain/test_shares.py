@@ -12,10 +12,9 @@ import pytest
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import KvferryError, LimitReached, PublicationStale
 from kvferry.geometry.blocks import BlockRuns
-from kvferry_server.domain.budgets import Budget, MemoryBudget
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.limits import Limits
+from kvferry_server.domain.limits import Budget, Limits, MemoryBudget
 from kvferry_server.domain.publications import Lease
 from kvferry_server.domain.reads import Verdict
 from kvferry_server.domain.records import Records
