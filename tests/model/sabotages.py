@@ -18,13 +18,13 @@ from kvferry.errors import PublicationReleased, PublicationStale, WrongSession
 from kvferry.geometry.blocks import Unfinished
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain import lessor, records, registry, router_keys, routing, sources
-from kvferry_server.domain.deadline_queue import NEVER
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.engine_publications import EnginePublications
 from kvferry_server.domain.identity import EngineRef, Names, RouterKey
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, ReportAnswer, RevokeReason, Verdict
 from kvferry_server.domain.steps import PublicationStep
+from kvferry_server.domain.times import NEVER
 from kvferry_server.home import blocks
 from kvferry_server.home.home import Home
 from kvferry_server.servicers import decode, lists, paging

@@ -10,12 +10,11 @@ from typing import Any
 
 from kvferry.errors import EngineIncomplete
 from kvferry.geometry.model import Group
-from kvferry_server.domain.deadline_queue import NEVER
 from kvferry_server.domain.engine_description import EngineDescription
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NAMED_NODES, MAX_NAMED_RANKS
 from kvferry_server.domain.registrations import Registration
-from kvferry_server.domain.times import Times
+from kvferry_server.domain.times import NEVER, Times
 from kvferry_server.domain.watch_feed import Feed, Process, RankLost, Role
 
 STATES = ("ready", "incomplete", "lost", "dead")

@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 
 from kvferry._wire.outcomes import MissReason
 from kvferry.errors import PrefixMiss
-from kvferry_server.domain.deadline_queue import NEVER
 from kvferry_server.domain.identity import EngineRef, RouterKey
 from kvferry_server.domain.limits import MAX_QUESTIONS, Budget, MemoryBudget, check_budget
-from kvferry_server.domain.times import ENDED_KEPT
+from kvferry_server.domain.times import ENDED_KEPT, NEVER
 
 QUESTION_BYTES = 4096  # Bytes that a question takes in memory beside its prompt, until it is forgotten; estimated
 

@@ -13,8 +13,6 @@ from typing import TypeAlias
 
 from kvferry._wire.outcomes import MissReason, ReleaseOutcome
 from kvferry.errors import EngineUnknown, HomeRecovering
-from kvferry_server.domain.clock import Clock
-from kvferry_server.domain.deadline_queue import NEVER, DeadlineQueue
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.engine_publications import NUMBER_BYTES, EnginePublications
 from kvferry_server.domain.identity import EngineRef
@@ -25,7 +23,7 @@ from kvferry_server.domain.publications import PUBLICATION_BYTES, Lease, Publica
 from kvferry_server.domain.questions import Question, QuestionOutcome
 from kvferry_server.domain.reads import LeaseState, ReadKey, RevokeReason
 from kvferry_server.domain.router_keys import RouterKeys, WaitingRead
-from kvferry_server.domain.times import Times
+from kvferry_server.domain.times import NEVER, Clock, DeadlineQueue, Times
 from kvferry_server.domain.watch_feed import Feed, RankLost
 
 Changed: TypeAlias = PublicationRecord | WaitingRead | Feed

@@ -26,7 +26,6 @@ from kvferry.errors import (
     PeerRestarted,
     WrongSession,
 )
-from kvferry_server.domain.deadline_queue import DeadlineQueue
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.engine_description import EngineDescription
 from kvferry_server.domain.event_log import short
@@ -37,7 +36,7 @@ from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.records import Records
 from kvferry_server.domain.registrations import Registration, check_same, engine_difference, first_difference
 from kvferry_server.domain.steps import check_step
-from kvferry_server.domain.times import RECOVERING_RETRY_AFTER
+from kvferry_server.domain.times import RECOVERING_RETRY_AFTER, DeadlineQueue
 from kvferry_server.domain.watch_feed import Process
 
 REPLACED = "was replaced by another incarnation"

@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager
 from kvferry._wire.reference import format_reference
 from kvferry.errors import ServerDraining
 from kvferry.v1 import kv_transfer_pb2
-from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import Limits
@@ -24,7 +23,7 @@ from kvferry_server.domain.records import Records
 from kvferry_server.domain.registry import Registry
 from kvferry_server.domain.routing import Routing
 from kvferry_server.domain.sources import Sources
-from kvferry_server.domain.times import Times
+from kvferry_server.domain.times import Clock, Times
 from kvferry_server.domain.watch_feed import Draining, Event, Feed, Process, Role
 from kvferry_server.home.time_slices import TimeSlices
 from kvferry_server.home.wakeups import Waker, Wakeups

@@ -11,11 +11,10 @@ import pytest
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import LimitReached, WatchTakenOver
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.clock import BOOT
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.reads import RevokeReason
-from kvferry_server.domain.times import Times
+from kvferry_server.domain.times import BOOT, Times
 from kvferry_server.domain.watch_feed import Feed, Numbered, Process, Role
 from kvferry_server.home.home import EVENT_BYTES, Home
 from kvferry_server.home.watch import WatchMessage, watch
