@@ -17,9 +17,8 @@ from kvferry_server.domain.identity import NOBODY, EngineRef
 from kvferry_server.domain.registrations import Registration
 from kvferry_server.domain.times import Times
 from kvferry_server.home.blocks import ReadAnswer, read_blocks
-from kvferry_server.home.home import Home
+from kvferry_server.home.home import Home, Waker, Wakeups
 from kvferry_server.home.time_slices import TimeSlices
-from kvferry_server.home.wakeups import Waker, Wakeups
 from kvferry_server.home.watch import watch
 from kvferry_server.servicers import decode, encode
 from kvferry_server.servicers.introspection import Introspection

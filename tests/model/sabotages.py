@@ -27,7 +27,7 @@ from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.domain.times import NEVER
 from kvferry_server.home import blocks
 from kvferry_server.home.home import Home
-from kvferry_server.servicers import decode, lists, paging
+from kvferry_server.servicers import decode, lists
 from tests.model import readers
 from tests.model.hinted import HintedShare
 from tests.model.readers import Share
@@ -371,7 +371,7 @@ def leases_are_known_by_their_public_number(patch: pytest.MonkeyPatch) -> None:
 
 @of_a_liar
 def lease_ids_in_page_tokens(patch: pytest.MonkeyPatch) -> None:
-    original = paging.page
+    original = lists.page
 
     def page(listed: Any, encode: Any, page_size: int, page_token: str, wanted: Any = None) -> tuple[list[Any], str]:
         found, token = original(listed, encode, page_size, page_token, wanted)

@@ -25,7 +25,7 @@ from kvferry_server.home.home import Home
 from kvferry_server.servicers import checks, encode, limits, lists
 from kvferry_server.servicers.callers import Context, remote_host
 from kvferry_server.servicers.limits import ENGINE_PAGE_BYTES, MAX_PAGE_SIZE, MAX_PLAN_BYTES
-from kvferry_server.servicers.paging import make_token, number_key, parse_token
+from kvferry_server.servicers.lists import make_token, number_key, parse_token
 from kvferry_server.servicers.worker import Worker
 
 PLAN_SECONDS = 5  # Longest planning of one PlanRead. Some engines take minutes; ranks that are left out are named.
