@@ -19,7 +19,6 @@ from kvferry.geometry.blocks import Unfinished
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain import lessor, records, registry, router_keys, routing, sources
 from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.engine_publications import EnginePublications
 from kvferry_server.domain.identity import EngineRef, Names, RouterKey
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, ReportAnswer, RevokeReason, Verdict
@@ -100,7 +99,7 @@ def abort_cuts_leases_short(patch: pytest.MonkeyPatch) -> None:
 def new_incarnation_cuts_leases_short(patch: pytest.MonkeyPatch) -> None:
     original = records.Records.end_all
 
-    def end_all(self: records.Records, engine: EnginePublications, reason: RevokeReason) -> None:
+    def end_all(self: records.Records, engine: Engine, reason: RevokeReason) -> None:
         original(self, engine, reason)
         for publication in list(engine.publications.values()):
             _end_leases(self, publication, self.advance())
@@ -132,7 +131,7 @@ def replay_extends(patch: pytest.MonkeyPatch) -> None:
 
 @sabotage
 def release_soon_after_a_home_restart(patch: pytest.MonkeyPatch) -> None:
-    def touch(self: sources.Sources, engine: EnginePublications, publication: PublicationRecord, now: float) -> None:
+    def touch(self: sources.Sources, engine: Engine, publication: PublicationRecord, now: float) -> None:
         if engine.snapshot is not None:
             engine.snapshot.add(publication.number)
 
@@ -141,7 +140,7 @@ def release_soon_after_a_home_restart(patch: pytest.MonkeyPatch) -> None:
 
 @sabotage
 def publication_is_revived(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(EnginePublications, "may_arrive", lambda self, number, now: True)
+    patch.setattr(Engine, "may_arrive", lambda self, number, now: True)
 
 
 @sabotage
@@ -160,7 +159,7 @@ def renewals_reach_past_the_final_deadline(patch: pytest.MonkeyPatch) -> None:
     """So a reader that goes on for ever puts the forced release off for as long."""
     original = lessor.Lessor._extend
 
-    def extend(self: lessor.Lessor, lease: Lease, engine: EnginePublications, now: float) -> bool:
+    def extend(self: lessor.Lessor, lease: Lease, engine: Engine, now: float) -> bool:
         final_at, lease.publication.final_at = lease.publication.final_at, NEVER
         try:
             return original(self, lease, engine, now)
@@ -313,7 +312,7 @@ def a_step_that_overtakes_the_snapshot_is_refused(patch: pytest.MonkeyPatch) -> 
     original = sources.Sources._check_step
 
     def check_step(
-        self: sources.Sources, engine: EnginePublications, publication: PublicationRecord, step: PublicationStep
+        self: sources.Sources, engine: Engine, publication: PublicationRecord, step: PublicationStep
     ) -> None:
         recovering = engine.recovering
         engine.recovering = recovering and not publication.steps
@@ -418,7 +417,7 @@ def sources_need_no_secret(patch: pytest.MonkeyPatch) -> None:
 
 @of_a_liar
 def decline_without_a_key(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(EnginePublications, "check_key", lambda self, number, key: None)
+    patch.setattr(Engine, "check_key", lambda self, number, key: None)
 
 
 @of_a_liar
@@ -451,7 +450,7 @@ def a_publication_that_an_operator_has_aborted_is_revived(patch: pytest.MonkeyPa
     """By a repeated step."""
     original = sources.Sources._touch
 
-    def touch(self: sources.Sources, engine: EnginePublications, publication: PublicationRecord, now: float) -> None:
+    def touch(self: sources.Sources, engine: Engine, publication: PublicationRecord, now: float) -> None:
         original(self, engine, publication, now)
         if publication.stage is PublicationStage.ENDING and publication.complete:
             self._records.move(publication, PublicationStage.PUBLISHED, now)
@@ -542,7 +541,7 @@ def an_impostor_under_the_same_name_ends_the_wait(patch: pytest.MonkeyPatch) -> 
 
 
 def _arrive_undeclined(
-    self: sources.Sources, engine: EnginePublications, publication: PublicationRecord, step: PublicationStep, now: float
+    self: sources.Sources, engine: Engine, publication: PublicationRecord, step: PublicationStep, now: float
 ) -> None:
     publication.request_id, publication.router_key = step.request_id, step.router_key
     publication.final_at = now + self._times.final

@@ -170,10 +170,7 @@ TARGETS: dict[str, Target] = {
     "server/kvferry_server/domain/records.py": Target(LESSOR),
     "server/kvferry_server/domain/publications.py": Target(LESSOR),
     "server/kvferry_server/domain/steps.py": Target(LESSOR),
-    "server/kvferry_server/domain/engine_publications.py": Target(
-        LESSOR, {"EnginePublications.live_until: 0.0 -> 1.0": BEFORE_ANY}
-    ),
-    "server/kvferry_server/domain/engine.py": Target(LESSOR),
+    "server/kvferry_server/domain/engine.py": Target(LESSOR, {"Engine.live_until: 0.0 -> 1.0": BEFORE_ANY}),
     "server/kvferry_server/domain/registry.py": Target(LESSOR),
     "server/kvferry_server/domain/limits.py": Target((SHARES, MODEL)),
     "server/kvferry_server/domain/registrations.py": Target(

@@ -13,8 +13,7 @@ from typing import TypeAlias
 
 from kvferry._wire.outcomes import MissReason, ReleaseOutcome
 from kvferry.errors import EngineUnknown, HomeRecovering
-from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.engine_publications import NUMBER_BYTES, EnginePublications
+from kvferry_server.domain.engine import NUMBER_BYTES, Engine
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.journal import Journal
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Budget, Limits, MemoryBudget
@@ -45,7 +44,7 @@ class Records:
         self.knows_all_leases_from = self.started + times.max_ttl
         self.memory = MemoryBudget(limits.memory, limits.engine_memory, times.renew_every)
         self.journal = Journal(clock)
-        self.engines: dict[EngineRef, EnginePublications] = {}
+        self.engines: dict[EngineRef, Engine] = {}
         # The live leases, and the ended ones whose outcome is kept. The duration of a look-up by lease_id reveals
         # nothing about other ids: a dictionary compares a keyed hash of the whole id first.
         self.leases_by_id: dict[bytes, Lease] = {}
@@ -85,24 +84,24 @@ class Records:
 
     # Looking up.
 
-    def begin(self, source: EngineRef) -> tuple[EnginePublications, float]:
+    def begin(self, source: EngineRef) -> tuple[Engine, float]:
         """Act on what is due; return an engine's publications and the present. Raises `EngineUnknown`."""
         now = self.advance()
         return self.of_engine(source), now
 
-    def begin_with(self, source: EngineRef, number: int) -> tuple[EnginePublications, PublicationRecord | None, float]:
+    def begin_with(self, source: EngineRef, number: int) -> tuple[Engine, PublicationRecord | None, float]:
         """Return, beside what `begin` does, the engine's publication of this number, as `publication` does."""
         engine, now = self.begin(source)
         return engine, self.publication(engine, number, now), now
 
-    def of_engine(self, source: EngineRef) -> EnginePublications:
+    def of_engine(self, source: EngineRef) -> Engine:
         """Return the publications of an engine; raises `EngineUnknown`."""
         engine = self.engines.get(source)
         if engine is None:
             raise EngineUnknown(f"this home has no {source}", engine_id=source.engine_id)
         return engine
 
-    def publication(self, engine: EnginePublications, number: int, now: float) -> PublicationRecord | None:
+    def publication(self, engine: Engine, number: int, now: float) -> PublicationRecord | None:
         """Return a publication of an engine as of the present, even if `advance` has not acted on its deadline yet.
         Leases on it whose deadline `advance` has not acted on still count as live: the publication stays held or pinned
         for a moment longer."""
@@ -111,7 +110,7 @@ class Records:
             self._on_publication_due(publication, now)
         return engine.publications.get(number)
 
-    def unreleased(self, engine: EnginePublications, number: int, now: float) -> PublicationRecord:
+    def unreleased(self, engine: Engine, number: int, now: float) -> PublicationRecord:
         """Return a publication that has arrived and is not released, so that it may have readers. Raises
         `PublicationStale` or `PublicationReleased` if there is none with this number any more, and `HomeRecovering` if
         it has not arrived yet, or the source's snapshot may have it."""
@@ -120,8 +119,8 @@ class Records:
             engine.check_recovered()
             engine.check_may_arrive(number, now)
             # A scheduler and its ranks call the home concurrently.
-            problem = f"publication {number} of {engine.source} has not arrived yet"
-            raise HomeRecovering(problem, engine_id=engine.source.engine_id)
+            problem = f"publication {number} of {engine.ref} has not arrived yet"
+            raise HomeRecovering(problem, engine_id=engine.ref.engine_id)
         if publication.stage is PublicationStage.RELEASED:
             raise publication.refusal()
         return publication
@@ -167,11 +166,6 @@ class Records:
         numbers of publication and lease."""
         return self.reads_by_source
 
-    def counts(self, source: EngineRef) -> tuple[int, int]:
-        """Return the numbers of unreleased publications of an incarnation and of live leases on them."""
-        engine = self.engines.get(source)
-        return (len(engine.pinned), engine.live_leases) if engine else (0, 0)
-
     def released(self, source: EngineRef) -> list[PublicationRecord]:
         """Return the released publications that their source has not acknowledged."""
         found = self.of_engine(source).publications.values()
@@ -193,15 +187,17 @@ class Records:
         if not listed:
             del self.reads_by_source[source]
 
-    def open(self, life: Engine, secret: bytes) -> None:
+    def open(self, ref: EngineRef, secret: bytes) -> Engine:
         """Note that an incarnation is alive. One without records here must send its snapshot."""
-        if life.ref in self.engines:
+        engine = self.engines.get(ref)
+        if engine is not None:
             # It was gone, but leases on its publications are live.
-            self.engines[life.ref].life = life
-            return
+            engine.begin_again()
+            return engine
         leases, waits = Budget(self.limits.waiting_reads), Budget(self.limits.waiting_reads)
-        router_keys = RouterKeys(life.ref, self.memory, waits, Budget(self.limits.waiting_declines))
-        self.engines[life.ref] = EnginePublications(life, secret, leases, router_keys)
+        router_keys = RouterKeys(ref, self.memory, waits, Budget(self.limits.waiting_declines))
+        engine = self.engines[ref] = Engine(ref, self.times, secret, leases, router_keys)
+        return engine
 
     def add_lease(self, lease: Lease) -> None:
         publication = lease.publication
@@ -219,19 +215,19 @@ class Records:
         self._lease_deadlines.put(lease)
         self.journal.lease_granted(lease)
 
-    def add_awaited(self, engine: EnginePublications, number: int) -> PublicationRecord:
-        publication = engine.publications[number] = PublicationRecord(engine.source, number)
-        self.memory.take(engine.source, PUBLICATION_BYTES)
+    def add_awaited(self, engine: Engine, number: int) -> PublicationRecord:
+        publication = engine.publications[number] = PublicationRecord(engine.ref, number)
+        self.memory.take(engine.ref, PUBLICATION_BYTES)
         self.journal.moved(publication, None, self.clock.now())
         return publication
 
-    def arrive(self, engine: EnginePublications, publication: PublicationRecord, now: float) -> None:
+    def arrive(self, engine: Engine, publication: PublicationRecord, now: float) -> None:
         """Note that an awaited publication has arrived: its number is now in use, and afterwards stale for ever."""
         numbers = engine.numbers_size
         engine.see(publication.number, now)
         engine.listed.add((publication.number,), publication)
         engine.pinned[publication] = None
-        self.memory.take(engine.source, engine.numbers_size - numbers)
+        self.memory.take(engine.ref, engine.numbers_size - numbers)
         for lease in publication.leases:
             engine.waiting_reads.give(lease.request.holder)
         publication.first_at = now
@@ -251,19 +247,19 @@ class Records:
         """Note that the calls that wait for a publication, read or feed must look again."""
         self.changes.append(changed)
 
-    def add_question(self, engine: EnginePublications, question: Question) -> None:
+    def add_question(self, engine: Engine, question: Question) -> None:
         self._question_deadlines.put(question)
-        if engine.life.scheduler is not None:
-            engine.life.scheduler.ask(question)
-            self.changed(engine.life.scheduler)
+        if engine.scheduler is not None:
+            engine.scheduler.ask(question)
+            self.changed(engine.scheduler)
 
-    def tell(self, life: Engine, event: PublicationRecord | RankLost) -> None:
+    def tell(self, engine: Engine, event: PublicationRecord | RankLost) -> None:
         """Add an event to the Watch of an engine's scheduler."""
-        if life.scheduler is not None:
-            life.scheduler.push(event)
-            self.changed(life.scheduler)
+        if engine.scheduler is not None:
+            engine.scheduler.push(event)
+            self.changed(engine.scheduler)
 
-    def wake_waiting(self, engine: EnginePublications, name: str | None = None) -> None:
+    def wake_waiting(self, engine: Engine, name: str | None = None) -> None:
         """Note that the reads that wait for this router key (None: for any of the engine's) must look again."""
         self.changes.extend(engine.router_keys.who_waits(name))
 
@@ -298,17 +294,17 @@ class Records:
         now = self.clock.now()
         engine.router_keys.questions.end(question, outcome, why, now)
         self.journal.question_ended(question, outcome, now)
-        if engine.life.scheduler is not None:
-            engine.life.scheduler.end_question(question.number)
-            self.changed(engine.life.scheduler)
+        if engine.scheduler is not None:
+            engine.scheduler.end_question(question.number)
+            self.changed(engine.scheduler)
         self.wake_waiting(engine, question.router_key.name)
 
-    def end_questions(self, engine: EnginePublications) -> None:
+    def end_questions(self, engine: Engine) -> None:
         """End all open questions to an engine, which cannot answer any more."""
         for question in engine.router_keys.questions.open():
             self.end_question(question, QuestionOutcome.UNANSWERED)
 
-    def end_all(self, engine: EnginePublications, reason: RevokeReason) -> None:
+    def end_all(self, engine: Engine, reason: RevokeReason) -> None:
         """End all publications of an engine that is dead or gone. Live leases end at the time they had anyway; their
         readers get the reason."""
         # First: the record of an engine that is gone ends with its last publication, which may be due now.
@@ -318,7 +314,7 @@ class Records:
         for publication in list(engine.publications.values()):
             self.abort(publication, reason, now)
             unasked = publication.stage is PublicationStage.AWAITED and not publication.leases
-            if unasked or (publication.stage is PublicationStage.RELEASED and engine.life.gone):
+            if unasked or (publication.stage is PublicationStage.RELEASED and engine.gone):
                 self.forget(publication)
         self.close_if_empty(engine)
 
@@ -375,21 +371,21 @@ class Records:
                 engine.forgotten.add(publication.number)
                 size -= NUMBER_BYTES
         self.move(publication, PublicationStage.FORGOTTEN, self.clock.now())
-        self.memory.give(engine.source, size)
+        self.memory.give(engine.ref, size)
         self.close_if_empty(engine)
 
-    def close_below(self, engine: EnginePublications, high_water: int) -> None:
+    def close_below(self, engine: Engine, high_water: int) -> None:
         """Accept no further publication with a number up to `high_water`: the source has named all that it holds."""
         numbers = engine.numbers_size
         engine.close_below(high_water)
-        self.memory.take(engine.source, engine.numbers_size - numbers)
+        self.memory.take(engine.ref, engine.numbers_size - numbers)
 
-    def close_if_empty(self, engine: EnginePublications) -> None:
+    def close_if_empty(self, engine: Engine) -> None:
         """Forget an incarnation that is gone and has no publications left."""
-        if engine.life.gone and not engine.publications and engine.source in self.engines:
-            del self.engines[engine.source]
+        if engine.gone and not engine.publications and engine.ref in self.engines:
+            del self.engines[engine.ref]
             engine.router_keys.close()
-            self.memory.give(engine.source, engine.numbers_size)
+            self.memory.give(engine.ref, engine.numbers_size)
 
     def _as_of(self, lease: Lease | None, now: float) -> Lease | None:
         if lease is None:
@@ -415,10 +411,10 @@ class Records:
         self.move(publication, PublicationStage.RELEASED, now)
         engine.unpin(publication)
         checksum_bytes = publication.checksums.clear()
-        self.memory.give(engine.source, publication.size + checksum_bytes)
+        self.memory.give(engine.ref, publication.size + checksum_bytes)
         publication.drop_steps()
         engine.checksum_bytes -= checksum_bytes
-        if engine.life.gone:
+        if engine.gone:
             # No process acknowledges this release: the blocks belong to the new incarnation, which waited for
             # `reuse_after`.
             self.forget(publication)
@@ -427,7 +423,7 @@ class Records:
 
     def _tell_released(self, publication: PublicationRecord, now: float) -> None:
         publication.tell_again_at = now + self.times.max_ttl
-        self.tell(self.engines[publication.source].life, publication)
+        self.tell(self.engines[publication.source], publication)
 
     def _on_lease_due(self, lease: Lease, now: float) -> None:
         if lease.live:
@@ -452,7 +448,7 @@ class Records:
 
     def _on_publication_due(self, publication: PublicationRecord, now: float) -> None:
         if publication.stage is PublicationStage.RELEASED:
-            if self.engines[publication.source].life.watched:
+            if self.engines[publication.source].watched:
                 self._tell_released(publication, now)
             publication.tell_again_at = now + self.times.max_ttl
         elif publication.grantable:

@@ -179,8 +179,7 @@ class Registry:
                 self._journal.engine("engine_replaced", other.ref, by=short(ref.incarnation), peer=host or UNIX_PEER)
                 self._forget(other, _restarted(other.ref, REPLACED, ref.incarnation.hex()))
                 self._retired.add(other.ref, now)
-            engine = self._engines[ref] = Engine(ref, self._times)
-            self._records.open(engine, secret)
+            engine = self._engines[ref] = self._records.open(ref, secret)
             self._journal.engine("engine_opened", ref, peer=host or UNIX_PEER)
         elif engine.lost_at is not None:
             self._journal.engine("engine_back", ref, peer=host or UNIX_PEER, lost_s=now - engine.lost_at)
@@ -310,8 +309,8 @@ class Registry:
         return engine
 
     def _check_publications(self, engine: Engine) -> None:
-        publications, now = self._records.begin(engine.ref)
-        for publication in list(publications.publications.values()):
+        now = self._records.advance()
+        for publication in list(engine.publications.values()):
             try:
                 for step in publication.steps:
                     check_step(engine.groups or {}, step)
@@ -354,7 +353,7 @@ class Registry:
         engine.end()
         # An engine that its scheduler has stopped keeps its memory as it is until its leases have ended.
         reason = RevokeReason.ABORTED if why is None else RevokeReason.SOURCE_LOST
-        self._records.end_all(self._records.of_engine(engine.ref), reason)
+        self._records.end_all(engine, reason)
 
     def _is_retired(self, ref: EngineRef) -> bool:
         return self._retired.has(ref, self._clock.now())
@@ -395,7 +394,7 @@ class Registry:
             return
         if not engine.dead:
             engine.dead = True
-            self._records.end_all(self._records.of_engine(engine.ref), RevokeReason.SOURCE_LOST)
+            self._records.end_all(engine, RevokeReason.SOURCE_LOST)
             self._journal.engine("engine_dead", engine.ref, bad=True, lost_s=now - engine.lost_at)
         elif engine.lost_at + engine_ttl + self._times.retire <= now:
             self._journal.engine("engine_forgotten", engine.ref)

@@ -122,7 +122,7 @@ class Routing:
             raise ServerDraining("this node server is draining: ask again")
         engine.check_recovered()
         try:
-            engine.life.check_readable()
+            engine.check_readable()
         except EngineIncomplete as error:
             raise questions.miss(error.message) from None
         self._records.add_question(engine, questions.add(ask, next(self._question_numbers), now))

@@ -140,7 +140,7 @@ class Home(AbstractContextManager[float]):
         self.journal.events.write(logging.INFO, "draining", {"live_leases": live, "pinned": pinned})
         for engine in self.engines.all_engines():
             # Their answers would be refused, and sent again, with their blocks pinned.
-            self.records.end_questions(self.records.of_engine(engine.ref))
+            self.records.end_questions(engine)
             for feed in engine.feeds.values():
                 feed.push(Draining())
         self.wakeups.wake_all()
@@ -203,9 +203,9 @@ class Home(AbstractContextManager[float]):
 
     def need_resync(self, process: Process) -> bool:
         """Whether a process must send this home its state again: a scheduler its snapshot, a rank its registration."""
-        if process.role is Role.SCHEDULER:
-            return self.records.of_engine(process.engine).recovering
         engine = self.engines.find(process.engine)
+        if process.role is Role.SCHEDULER:
+            return engine.recovering
         return process.rank not in engine.ranks or process.rank in engine.lost_ranks
 
     def state(self, process: Process) -> list[Event]:
@@ -213,9 +213,8 @@ class Home(AbstractContextManager[float]):
         if process.role is Role.RANK:
             return []
         engine = self.engines.find(process.engine)
-        questions = self.records.of_engine(process.engine).router_keys.questions
         lost = map(engine.rank_lost, sorted(engine.lost_ranks))
-        return [*self.records.released(process.engine), *lost, *questions.open()]
+        return [*self.records.released(process.engine), *lost, *engine.router_keys.questions.open()]
 
     def reference(self, publication: PublicationRecord) -> str:
         return format_reference(

@@ -101,8 +101,8 @@ def request_state(publication: PublicationRecord) -> ipb.RequestState.ValueType:
     return _STAGES.get(publication.stage, ipb.REQUEST_STATE_RELEASED)
 
 
-def engine_summary(engine: Engine, publications: int, leases: int) -> ipb.EngineSummary:
-    """Encode the summary of an engine; `publications` are the unreleased ones, `leases` the live ones."""
+def engine_summary(engine: Engine) -> ipb.EngineSummary:
+    """Encode the summary of an engine; within a turn."""
     return ipb.EngineSummary(
         engine=engine_ref(engine.ref),
         # A dead engine is neither listed nor found.
@@ -110,8 +110,8 @@ def engine_summary(engine: Engine, publications: int, leases: int) -> ipb.Engine
         num_ranks=engine.num_ranks,
         missing_ranks=engine.missing_ranks(MAX_NAMED_RANKS),
         num_missing=engine.num_missing,
-        publications=publications,
-        leases=leases,
+        publications=len(engine.pinned),
+        leases=engine.live_leases,
         cache_bytes=engine.cache_bytes,
     )
 

@@ -100,7 +100,7 @@ class Introspection(IntrospectionServicer):
         most = checks.within("page_size", request.page_size, MAX_PAGE_SIZE) or MAX_PAGE_SIZE
         with home.turn():
             engine = home.engines.find_live(engine_id, incarnation)
-            summary, description, first = lists.engine_summary(home, engine), engine.description, engine.first
+            summary, description, first = encode.engine_summary(engine), engine.description, engine.first
         if description is None or first is None:
             geometry = geometry_pb2.EngineGeometry(engine_id=engine_id, incarnation=engine.ref.incarnation)
             return ipb.GetEngineResponse(home_epoch=home.epoch, summary=summary, geometry=geometry)

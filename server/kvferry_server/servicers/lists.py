@@ -36,20 +36,13 @@ Entry = TypeVar("Entry")
 Summary = TypeVar("Summary", bound=Message)
 
 
-def engine_summary(home: Home, engine: Engine) -> ipb.EngineSummary:
-    """Return the summary of an engine; within a turn."""
-    return encode.engine_summary(engine, *home.records.counts(engine.ref))
-
-
 def engines(home: Home, request: ipb.ListEnginesRequest) -> ipb.ListEnginesResponse:
     """List the engines that are not dead."""
     with home.turn():
         listed = {engine.ref: Ordered[Engine]() for engine in home.engines.engines()}
         for engine in home.engines.engines():
             listed[engine.ref].add((), engine)
-        summaries, token = page(
-            listed, lambda engine: engine_summary(home, engine), request.page_size, request.page_token
-        )
+        summaries, token = page(listed, encode.engine_summary, request.page_size, request.page_token)
         return ipb.ListEnginesResponse(
             home_epoch=home.epoch, engines=summaries, next_page_token=token, recovering=home.engines.recovering
         )
@@ -106,7 +99,7 @@ def _page(
         among = wanted if request_id or reader else None
         found, token = page(entries, lambda entry: summary(entry, now), request.page_size, request.page_token, among)
         asked = (each for each in home.engines.all_engines() if engine_id in ("", each.ref.engine_id) and not each.dead)
-        awaited = any(home.records.of_engine(each.ref).recovering for each in asked)
+        awaited = any(engine.recovering for engine in asked)
         return found, token, home.engines.recovering or awaited
 
 
