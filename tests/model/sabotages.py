@@ -24,9 +24,8 @@ from kvferry_server.domain.publications import Lease, PublicationRecord, Publica
 from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, ReportAnswer, RevokeReason, Verdict
 from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.domain.times import NEVER
-from kvferry_server.home import blocks
 from kvferry_server.home.home import Home
-from kvferry_server.servicers import decode, lists
+from kvferry_server.servicers import decode, lists, read_blocks
 from tests.model import readers
 from tests.model.hinted import HintedShare
 from tests.model.readers import Share
@@ -493,7 +492,7 @@ def a_decline_that_came_first_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 @of_a_router
 def reads_wait_for_a_source_that_is_gone(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(blocks, "_living", lambda home, named: named)
+    patch.setattr(read_blocks, "_living", lambda home, named: named)
 
 
 @of_a_router

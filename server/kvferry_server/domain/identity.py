@@ -38,8 +38,7 @@ class RouterKey:
 
 @dataclass(frozen=True, slots=True)
 class RouterReference:
-    """A reference that a router made: the source, as the router named it, and the router's key."""
+    """A reference that a router made."""
 
-    engine_id: str
-    data_parallel_rank: int
+    engine_ids: tuple[str, ...]  # names that the source may have
     router_key: RouterKey

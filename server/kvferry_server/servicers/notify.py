@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Hashable, Sequence
 
 from kvferry._clock import to_duration
-from kvferry._wire.reference import engine_ids, parse_reference
+from kvferry._wire.reference import parse_reference
 from kvferry._wire.status import NOTIFICATION_ERROR_BYTES, to_notification_error
 from kvferry._wire.version import OURS_ENCODED
 from kvferry.errors import EngineUnknown, HomeRecovering, InvalidField, KvferryError, NotAllowed
@@ -219,8 +219,7 @@ def _decline(home: Home, relays: Relays, decline: pb.Decline, holder: Hashable) 
     with home.turn():
         try:
             if isinstance(found, RouterReference):
-                names = engine_ids(found.engine_id, found.data_parallel_rank)
-                sources = [engine.ref for engine in home.engines.find_named(names)]
+                sources = [engine.ref for engine in home.engines.find_named(found.engine_ids)]
                 # The reference names no incarnation, and an engine of another home may have the same name.
                 ours = home.routing.concerned(sources, found.router_key)
                 if not (ours or decline.relayed_by) and relays.applies(named, ""):

@@ -23,11 +23,10 @@ from kvferry.errors import (
     ServerDraining,
     WrongKey,
 )
-from kvferry_server.domain.identity import EngineRef, RouterKey, RouterReference
+from kvferry_server.domain.identity import EngineRef, RouterKey
 from kvferry_server.domain.limits import MAX_QUESTIONS, Limits
 from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.questions import QUESTION_BYTES, Ask, Question, QuestionOutcome
-from kvferry_server.domain.reads import RoutedRequest
 from kvferry_server.domain.router_keys import WaitingRead
 from kvferry_server.domain.routing import Routing
 from kvferry_server.domain.times import ANSWER_HOLD, ENDED_KEPT, Times
@@ -69,8 +68,7 @@ class Asked:
 
     def wait_for(self, name: str = "first") -> WaitingRead:
         """Begin a read that waits for an answer."""
-        routed = RoutedRequest(RouterReference(P.engine_id, 0, key(name)), ask(name=name))
-        return self.routing.wait([P], routed)
+        return self.routing.wait([P], key(name), ask(name=name))
 
     def find(self, name: str = "first") -> PublicationRecord | None:
         return self.routing.find([P], key(name))
