@@ -180,7 +180,7 @@ class Scene:
 
     def told(self) -> list[tuple[int, ReleaseOutcome | None]]:
         """Releases told since the last call."""
-        told = [numbered.event for numbered in self.feed.after(self._seen)]
+        told = [event for _, event in self.feed.after(self._seen)]
         self._seen = self.feed.sequence
         return [(event.number, event.outcome) for event in told if isinstance(event, PublicationRecord)]
 

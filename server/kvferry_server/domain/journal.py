@@ -162,7 +162,7 @@ class Journal:
         self.questions[outcome] += 1
         if self.events.writes(logging.DEBUG):
             ended = {"question": question.number, "outcome": outcome.name, "reason": _name(question.why)}
-            named = {**engine_fields(question.source), **ended, **_reader_fields(question.asker)}
+            named = {**engine_fields(question.source), **ended, **_reader_fields(question.ask.asker)}
             self.events.write(logging.DEBUG, "question_ended", {**named, "lasted_s": now - question.asked_at})
 
     # Leases.

@@ -297,7 +297,7 @@ class Records:
         if engine.scheduler is not None:
             engine.scheduler.end_question(question.number)
             self.changed(engine.scheduler)
-        self.wake_waiting(engine, question.router_key.name)
+        self.wake_waiting(engine, question.ask.router_key.name)
 
     def end_questions(self, engine: Engine) -> None:
         """End all open questions to an engine, which cannot answer any more."""

@@ -57,14 +57,6 @@ Event: TypeAlias = PublicationRecord | RankLost | Draining | Question | Question
 state until acknowledged. A question is state while it is open."""
 
 
-@dataclass(frozen=True, slots=True)
-class Numbered:
-    """An event with its number in the feed."""
-
-    sequence: int
-    event: Event
-
-
 class Feed:
     """The events of one process: the last `kept` of them. Not thread-safe."""
 
@@ -76,7 +68,7 @@ class Feed:
         self.ended: KvferryError | None = None  # Why its Watches end: the home has forgotten the engine
         self._kept = kept
         self._dropped = 0
-        self._events: dict[int, Numbered] = {}  # By number, in order
+        self._events: dict[int, Event] = {}  # By number, in order
         # The events of open questions, by the questions' numbers, and the ends of questions. A full feed may have
         # dropped them.
         self._questions: dict[int, int] = {}
@@ -88,7 +80,7 @@ class Feed:
         if len(self._events) == self._kept:
             self._dropped = next(iter(self._events))
             del self._events[self._dropped]
-        self._events[self.sequence] = Numbered(self.sequence, event)
+        self._events[self.sequence] = event
 
     def ask(self, question: Question) -> None:
         """Add a question, until `end_question`."""
@@ -107,8 +99,7 @@ class Feed:
     def acknowledged(self, numbers: Collection[int]) -> None:
         """Remove the release events of these publications: the process has received them."""
         # An engine that keeps up has few events; none has more than `kept`.
-        events = [(sequence, numbered.event) for sequence, numbered in self._events.items()]
-        for sequence, event in events:
+        for sequence, event in list(self._events.items()):
             if isinstance(event, PublicationRecord) and event.number in numbers:
                 del self._events[sequence]
 
@@ -118,8 +109,9 @@ class Feed:
             return None
         return max(0, self._dropped - sequence)
 
-    def after(self, sequence: int) -> list[Numbered]:
+    def after(self, sequence: int) -> list[tuple[int, Event]]:
+        """Return the events after this one, with their numbers."""
         # From the end: a process that keeps up lacks only the last of maybe a thousand events.
-        found = list(takewhile(lambda numbered: numbered.sequence > sequence, reversed(self._events.values())))
+        found = list(takewhile(lambda numbered: numbered[0] > sequence, reversed(self._events.items())))
         found.reverse()
         return found

@@ -10,7 +10,7 @@ from kvferry._wire.version import OURS_ENCODED
 from kvferry.errors import LimitReached, ServerDraining, WatchTakenOver
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.publications import PublicationRecord
-from kvferry_server.domain.questions import Ask, Question
+from kvferry_server.domain.questions import Question
 from kvferry_server.domain.reads import LeaseState
 from kvferry_server.domain.watch_feed import Event, Feed, Process, QuestionEnded, RankLost
 from kvferry_server.home.home import EVENT_BYTES, Home
@@ -56,12 +56,12 @@ async def watch(
                             yield message
                     # Events that happened meanwhile may have been dropped.
                     continue
-                for numbered in feed.after(sent):
+                for sequence, event in feed.after(sent):
                     _check_current(feed, number)
-                    sent = numbered.sequence
-                    with _taken(home, process, host, numbered.event) as goes:
+                    sent = sequence
+                    with _taken(home, process, host, event) as goes:
                         if goes:
-                            yield _message(home, numbered.event, numbered.sequence)
+                            yield _message(home, event, sequence)
                 _check_current(feed, number)
                 if feed.after(sent):
                     continue
@@ -106,11 +106,11 @@ def _taken(home: Home, process: Process, host: str, event: Event) -> Iterator[bo
     if not isinstance(event, Question):
         yield True
         return
-    asked, goes = event.asked, False
+    goes = False
     with ExitStack() as held:
-        if asked is not None:
+        if event.open:
             with suppress(LimitReached):
-                held.enter_context(home.memory.hold(host or process.engine, host, asked.size))
+                held.enter_context(home.memory.hold(host or process.engine, host, event.ask.size))
                 goes = True
         yield goes
 
@@ -129,8 +129,8 @@ def _message(home: Home, event: Event, sequence: int = 0) -> pb.WatchResponse:
         response.released.CopyFrom(_released(event))
     elif isinstance(event, RankLost):
         response.rank_lost.CopyFrom(pb.RankLost(rank=event.rank, node=event.node, node_lost=event.node_lost))
-    elif isinstance(event, Question) and event.asked is not None:
-        response.question.MergeFrom(_question(event, event.asked, home.clock.now()))
+    elif isinstance(event, Question) and event.open:
+        response.question.MergeFrom(_question(event, home.clock.now()))
     elif isinstance(event, Question | QuestionEnded):
         # Also one that has ended since the event.
         response.question_ended.CopyFrom(pb.QuestionEnded(number=event.number))
@@ -139,14 +139,15 @@ def _message(home: Home, event: Event, sequence: int = 0) -> pb.WatchResponse:
     return response
 
 
-def _question(question: Question, asked: Ask, now: float) -> pb.Question:
+def _question(question: Question, now: float) -> pb.Question:
+    ask = question.ask
     return pb.Question(
         number=question.number,
-        reference=asked.reference,
-        first_token=asked.first_token,
-        asker=encode.engine_ref(question.asker),
+        reference=ask.reference,
+        first_token=ask.first_token,
+        asker=encode.engine_ref(ask.asker),
         remaining=to_duration(max(0.0, question.deadline - now)),
-        prompt=pb.Prompt.FromString(asked.prompt),
+        prompt=pb.Prompt.FromString(ask.prompt),
     )
 
 

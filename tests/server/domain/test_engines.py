@@ -73,7 +73,7 @@ class Scene:
         seen = self.feed.sequence
         self.clock.pass_by(seconds)
         self.registry.advance()
-        return [numbered.event for numbered in self.feed.after(seen)]
+        return [event for _, event in self.feed.after(seen)]
 
 
 @pytest.fixture

@@ -61,9 +61,9 @@ class Asked:
 
     def heard(self) -> list[str | int]:
         """What the source's Watch has been told of questions since the last call: references, and numbers of ends."""
-        told = [numbered.event for numbered in self.scene.feed.after(self._heard)]
+        told = [event for _, event in self.scene.feed.after(self._heard)]
         self._heard = self.scene.feed.sequence
-        asked = [event.asked.reference for event in told if isinstance(event, Question) and event.asked]
+        asked = [event.ask.reference for event in told if isinstance(event, Question) and event.open]
         return [*asked, *(event.number for event in told if isinstance(event, QuestionEnded))]
 
     def wait_for(self, name: str = "first") -> WaitingRead:
@@ -507,11 +507,11 @@ def test_ended_questions_are_told_to_a_resumed_watch_and_open_ones_are_state(ask
     seen = asked.scene.feed.sequence
     asked.withdraw("1")
     asked.ask("3")
-    told = [numbered.event for numbered in asked.scene.feed.after(seen)]
+    told = [event for _, event in asked.scene.feed.after(seen)]
     assert [event.number for event in told if isinstance(event, Question | QuestionEnded)] == [1, 3]
     assert [each.number for each in asked.records.of_engine(P).router_keys.questions.open()] == [2, 3]
     # A Watch from before does not hear of what has begun and ended meanwhile.
-    events = [numbered.event for numbered in asked.scene.feed.after(0)]
+    events = [event for _, event in asked.scene.feed.after(0)]
     assert [event.number for event in events if isinstance(event, Question)] == [2, 3]
     assert asked.scene.feed.dropped_after(0) == 0
 

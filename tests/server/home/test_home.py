@@ -15,7 +15,7 @@ from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.times import BOOT, Times
-from kvferry_server.domain.watch_feed import Feed, Numbered, Process, Role
+from kvferry_server.domain.watch_feed import Event, Feed, Process, Role
 from kvferry_server.home.home import EVENT_BYTES, Home
 from kvferry_server.servicers.watch import watch
 from tests.support.parties import P2, SECRETS, TIMES, D, E, FakeClock, P, arrived, ask, offer, registration
@@ -47,12 +47,12 @@ async def driven(home: Home) -> AsyncIterator[Feed]:
             await driver
 
 
-async def next_event(home: Home, feed: Feed) -> Numbered:
+async def next_event(home: Home, feed: Feed) -> Event:
     with home.wakeups.watching(feed) as waker:
         while not feed.after(0):
             waker.clear()
             await waker.wait()
-    return feed.after(0)[0]
+    return feed.after(0)[0][1]
 
 
 async def test_deadlines_fire_without_calls_and_also_before_the_awaited_deadline() -> None:
@@ -62,8 +62,8 @@ async def test_deadlines_fire_without_calls_and_also_before_the_awaited_deadline
             home.sources.publish(P, offer())
             lease = home.lessor.grant(ask())
         told = await asyncio.wait_for(next_event(home, feed), 20)
-    assert isinstance(told.event, PublicationRecord)
-    assert told.event.outcome is ReleaseOutcome.UNREAD
+    assert isinstance(told, PublicationRecord)
+    assert told.outcome is ReleaseOutcome.UNREAD
     assert not lease.live
 
 
