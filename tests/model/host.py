@@ -168,7 +168,7 @@ class Host:
         home.check_not_draining()
         with home.turn():
             home.engines.register(registration, secret)
-            return from_duration(to_duration(home.reuse_after(registration.engine)))
+            return from_duration(to_duration(home.engines.reuse_after(registration.engine)))
 
     def read_blocks(self, request: pb.ReadBlocksRequest) -> Pulled[pb.ReadBlocksResponse]:
         """A call that may wait: a stream of one message."""

@@ -24,7 +24,6 @@ from kvferry_server.domain.publications import Lease, PublicationRecord, Publica
 from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, ReportAnswer, RevokeReason, Verdict
 from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.domain.times import NEVER
-from kvferry_server.home.home import Home
 from kvferry_server.servicers import decode, lists, read_blocks
 from tests.model import readers
 from tests.model.hinted import HintedShare
@@ -329,7 +328,7 @@ def a_step_that_overtakes_the_snapshot_is_refused(patch: pytest.MonkeyPatch) -> 
 @sabotage
 def a_source_that_stops_in_order_leaves_its_memory_at_once(patch: pytest.MonkeyPatch) -> None:
     """The source's leases are forgotten with it."""
-    retire, reuse_after = registry.Registry.retire, Home.reuse_after
+    retire, reuse_after = registry.Registry.retire, registry.Registry.reuse_after
     stopped = WeakSet[registry.Registry]()
 
     def forget(self: registry.Registry, ref: EngineRef) -> None:
@@ -338,7 +337,7 @@ def a_source_that_stops_in_order_leaves_its_memory_at_once(patch: pytest.MonkeyP
 
     patch.setattr(registry.Registry, "retire", forget)
     patch.setattr(
-        Home, "reuse_after", lambda self, engine: 0.0 if self.engines in stopped else reuse_after(self, engine)
+        registry.Registry, "reuse_after", lambda self, ref: 0.0 if self in stopped else reuse_after(self, ref)
     )
 
 

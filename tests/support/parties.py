@@ -111,7 +111,7 @@ def ask(
 
 def arrived(records: Records) -> list[PublicationRecord]:
     """The publications that have arrived and whose release is not acknowledged."""
-    return [publication for listed in records.listed_publications().values() for _, publication in listed.after(None)]
+    return [publication for engine in records.engines.values() for _, publication in engine.listed.after(None)]
 
 
 def done(*ranks: int, outcome: RankOutcome = RankOutcome.DONE) -> list[RankReport]:

@@ -13,6 +13,7 @@ from typing import Any
 from kvferry._wire.authority import PublicationKeys, engine_key
 from kvferry.errors import EngineIncomplete, HomeRecovering, PublicationStale, WrongKey
 from kvferry.geometry.model import Group
+from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine_description import EngineDescription
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NAMED_NODES, MAX_NAMED_RANKS, MAX_SKIPPED, Budget
@@ -21,7 +22,7 @@ from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.registrations import Registration
 from kvferry_server.domain.router_keys import RouterKeys
 from kvferry_server.domain.times import NEVER, Times
-from kvferry_server.domain.watch_feed import Feed, Process, RankLost, Role
+from kvferry_server.domain.watch_feed import Feed, Process, Role
 
 STATES = ("ready", "incomplete", "lost", "dead")
 NUMBER_BYTES = 128  # Bytes that a remembered publication number takes in memory, estimated
@@ -134,8 +135,8 @@ class Engine:
         """Whether a lost rank was lost with its node: a node server that is alive reports a rank that ends."""
         return rank in self.nodes and rank not in self.left_ranks
 
-    def rank_lost(self, rank: int) -> RankLost:
-        return RankLost(rank, self.nodes.get(rank, ""), self.lost_with_node(rank))
+    def rank_lost(self, rank: int) -> pb.RankLost:
+        return pb.RankLost(rank=rank, node=self.nodes.get(rank, ""), node_lost=self.lost_with_node(rank))
 
     def check_readable(self) -> EngineDescription:
         """Return the engine's description if its Watch is open and all its ranks are there; else raise

@@ -8,11 +8,12 @@ place, and every end of a question through `end_question`:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TypeAlias
 
 from kvferry._wire.outcomes import MissReason, ReleaseOutcome
 from kvferry.errors import EngineUnknown, HomeRecovering
+from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine import NUMBER_BYTES, Engine
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.journal import Journal
@@ -23,7 +24,7 @@ from kvferry_server.domain.questions import Question, QuestionOutcome
 from kvferry_server.domain.reads import LeaseState, ReadKey, RevokeReason
 from kvferry_server.domain.router_keys import RouterKeys, WaitingRead
 from kvferry_server.domain.times import NEVER, Clock, DeadlineQueue, Times
-from kvferry_server.domain.watch_feed import Feed, RankLost
+from kvferry_server.domain.watch_feed import Feed
 
 Changed: TypeAlias = PublicationRecord | WaitingRead | Feed
 """A publication, a read under a router's key, or a feed, whose waiting calls must look for news again."""
@@ -156,25 +157,10 @@ class Records:
         """Whether a live lease pins blocks. A lease on a publication that has not arrived pins none."""
         return any(lease.live and lease.publication.stage is not PublicationStage.AWAITED for lease in self.leases())
 
-    def listed_publications(self) -> Mapping[EngineRef, Ordered[PublicationRecord]]:
-        """Return the publications that have arrived and whose release is not acknowledged, by incarnation and number,
-        for listings that need only a few of them."""
-        return {source: engine.listed for source, engine in self.engines.items()}
-
-    def listed_reads(self) -> Mapping[EngineRef, Ordered[Lease | WaitingRead]]:
-        """Return `leases`, and the reads that wait under a router's key, by incarnation of the source and by the
-        numbers of publication and lease."""
-        return self.reads_by_source
-
     def released(self, source: EngineRef) -> list[PublicationRecord]:
         """Return the released publications that their source has not acknowledged."""
         found = self.of_engine(source).publications.values()
         return [publication for publication in found if publication.stage is PublicationStage.RELEASED]
-
-    def others_until(self, engine: EngineRef) -> float:
-        """When the last lease on other incarnations of the same engine_id ends; 0 without any."""
-        others = (ref for ref in self.engines if ref.engine_id == engine.engine_id and ref != engine)
-        return max((self.engines[ref].live_until() for ref in others), default=0.0)
 
     # Adding.
 
@@ -253,7 +239,7 @@ class Records:
             engine.scheduler.ask(question)
             self.changed(engine.scheduler)
 
-    def tell(self, engine: Engine, event: PublicationRecord | RankLost) -> None:
+    def tell(self, engine: Engine, event: PublicationRecord | pb.RankLost) -> None:
         """Add an event to the Watch of an engine's scheduler."""
         if engine.scheduler is not None:
             engine.scheduler.push(event)

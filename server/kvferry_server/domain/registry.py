@@ -140,9 +140,20 @@ class Registry:
             raise self._unknown(engine_ids[0])
         return found
 
-    def has_rival(self, ref: EngineRef) -> bool:
-        """Whether another incarnation of the same engine_id is alive or may come back."""
-        return any(engine.ref != ref and not engine.dead for engine in self._named(ref.engine_id))
+    def reuse_after(self, ref: EngineRef) -> float:
+        """Return the seconds until the last lease on older incarnations of an engine has ended (PROTOCOL, A source that
+        restarts over the same memory).
+
+        A home that has just started does not know all of these leases; but none was granted after it started. Leases on
+        an older incarnation that still seems alive may be extended until its death is noticed, at most to their final
+        deadline.
+        """
+        if any(engine.ref != ref and not engine.dead for engine in self._named(ref.engine_id)):
+            return self._times.final
+        known = self._records.engines.items()
+        others = [engine for other, engine in known if other.engine_id == ref.engine_id and other != ref]
+        until = max([self._records.knows_all_leases_from, *(engine.live_until() for engine in others)])
+        return max(0.0, until - self._clock.now())
 
     def check_session(self, ref: EngineRef, secret: bytes) -> Engine:
         """Return the engine in whose name a call is made. Raises `WrongSession` for another secret, `EngineIncomplete`

@@ -8,9 +8,10 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from kvferry.errors import KvferryError
+from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_QUESTIONS
 from kvferry_server.domain.publications import PublicationRecord
@@ -34,25 +35,7 @@ class Process:
     node: str = field(default="", compare=False)  # address of the relaying node server; empty: the home's own node
 
 
-class RankLost(NamedTuple):
-    """The process of a rank is gone; with `node_lost`, together with the `node` server that relayed for it."""
-
-    rank: int
-    node: str = ""
-    node_lost: bool = False
-
-
-class Draining(NamedTuple):
-    """The node server takes no new work."""
-
-
-class QuestionEnded(NamedTuple):
-    """A question needs no answer any more."""
-
-    number: int
-
-
-Event: TypeAlias = PublicationRecord | RankLost | Draining | Question | QuestionEnded
+Event: TypeAlias = PublicationRecord | pb.RankLost | pb.Draining | Question | pb.QuestionEnded
 """A publication means that it is released, so that its source may reuse the blocks. This is state: part of every full
 state until acknowledged. A question is state while it is open."""
 
@@ -93,7 +76,7 @@ class Feed:
         self._events.pop(self._questions.pop(number, 0), None)
         if len(self._ends) == MAX_QUESTIONS:
             self._events.pop(self._ends.popleft(), None)
-        self.push(QuestionEnded(number))
+        self.push(pb.QuestionEnded(number=number))
         self._ends.append(self.sequence)
 
     def acknowledged(self, numbers: Collection[int]) -> None:

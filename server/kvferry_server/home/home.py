@@ -17,8 +17,7 @@ from typing import Literal
 
 from kvferry._wire.reference import format_reference
 from kvferry.errors import ServerDraining
-from kvferry.v1 import kv_transfer_pb2
-from kvferry_server.domain.identity import EngineRef
+from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.publications import PublicationRecord
@@ -27,7 +26,7 @@ from kvferry_server.domain.registry import Registry
 from kvferry_server.domain.routing import Routing
 from kvferry_server.domain.sources import Sources
 from kvferry_server.domain.times import Clock, Times
-from kvferry_server.domain.watch_feed import Draining, Event, Feed, Process, Role
+from kvferry_server.domain.watch_feed import Event, Feed, Process, Role
 from kvferry_server.home.time_slices import TimeSlices
 
 EVENT_BYTES = 160  # Bytes of an event that is kept or waits to be sent, estimated
@@ -142,7 +141,7 @@ class Home(AbstractContextManager[float]):
             # Their answers would be refused, and sent again, with their blocks pinned.
             self.records.end_questions(engine)
             for feed in engine.feeds.values():
-                feed.push(Draining())
+                feed.push(pb.Draining())
         self.wakeups.wake_all()
 
     def end_watches(self) -> None:
@@ -188,19 +187,6 @@ class Home(AbstractContextManager[float]):
         else:
             self.engines.close_engine(process.engine)
 
-    def reuse_after(self, engine: EngineRef) -> float:
-        """Return the seconds until the last lease on older incarnations of an engine has ended (PROTOCOL, A source that
-        restarts over the same memory).
-
-        A home that has just started does not know all of these leases; but none was granted after it started. Leases on
-        an older incarnation that still seems alive may be extended until its death is noticed, at most to their final
-        deadline.
-        """
-        if self.engines.has_rival(engine):
-            return self.times.final
-        until = max(self.records.others_until(engine), self.records.knows_all_leases_from)
-        return max(0.0, until - self.clock.now())
-
     def need_resync(self, process: Process) -> bool:
         """Whether a process must send this home its state again: a scheduler its snapshot, a rank its registration."""
         engine = self.engines.find(process.engine)
@@ -218,7 +204,7 @@ class Home(AbstractContextManager[float]):
 
     def reference(self, publication: PublicationRecord) -> str:
         return format_reference(
-            kv_transfer_pb2.Reference(
+            pb.Reference(
                 home=self.advertise,
                 engine_id=publication.source.engine_id,
                 incarnation=publication.source.incarnation,

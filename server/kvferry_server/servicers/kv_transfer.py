@@ -56,7 +56,7 @@ class KVTransfer(KVTransferServicer):
             await self._worker.run(host, size, whole.check_complete)
         with home.turn():
             engine = home.engines.register(registration, secret)
-            reuse_after = home.reuse_after(registration.engine)
+            reuse_after = home.engines.reuse_after(registration.engine)
         return pb.RegisterCacheResponse(
             home_epoch=home.epoch,
             reuse_after=to_duration(reuse_after),

@@ -54,8 +54,9 @@ def requests(home: Home, request: ipb.ListRequestsRequest) -> ipb.ListRequestsRe
     def described(publication: PublicationRecord) -> tuple[str, Sequence[Lease]]:
         return publication.request_id, publication.reads
 
-    listed, summary = home.records.listed_publications, encode.request_summary
-    summaries, token, recovering = _page(home, request, listed, summary, described)
+    with home.turn():
+        listed = {source: engine.listed for source, engine in home.records.engines.items()}
+        summaries, token, recovering = _page(home, request, listed, encode.request_summary, described)
     return ipb.ListRequestsResponse(
         home_epoch=home.epoch, requests=summaries, next_page_token=token, recovering=recovering
     )
@@ -67,8 +68,9 @@ def transfers(home: Home, request: ipb.ListTransfersRequest) -> ipb.ListTransfer
     def described(read: Lease | WaitingRead) -> tuple[str, Sequence[Lease | WaitingRead]]:
         return "" if isinstance(read, WaitingRead) else read.publication.request_id, (read,)
 
-    listed, summary = home.records.listed_reads, encode.transfer_summary
-    summaries, token, recovering = _page(home, request, listed, summary, described)
+    with home.turn():
+        listed = home.records.reads_by_source
+        summaries, token, recovering = _page(home, request, listed, encode.transfer_summary, described)
     return ipb.ListTransfersResponse(
         home_epoch=home.epoch, transfers=summaries, next_page_token=token, recovering=recovering
     )
@@ -77,7 +79,7 @@ def transfers(home: Home, request: ipb.ListTransfersRequest) -> ipb.ListTransfer
 def _page(
     home: Home,
     request: ipb.ListRequestsRequest | ipb.ListTransfersRequest,
-    listed: Callable[[], Mapping[EngineRef, Ordered[Entry]]],
+    listed: Mapping[EngineRef, Ordered[Entry]],
     summary: Callable[[Entry, float], Summary],
     described: Callable[[Entry], tuple[str, Sequence[Lease | WaitingRead]]],
 ) -> tuple[list[Summary], str, bool]:
@@ -86,7 +88,7 @@ def _page(
     may be empty."""
     engine_id = checks.text("engine_id", request.engine_id, least=0)
     request_id = checks.text("request_id", request.request_id, least=0)
-    reader = checks.text("reader_engine_id", request.reader_engine_id, least=0)
+    reader, now = checks.text("reader_engine_id", request.reader_engine_id, least=0), home.clock.now()
 
     def wanted(entry: Entry) -> tuple[bool, int]:
         found, reads = described(entry)
@@ -94,13 +96,11 @@ def _page(
             return False, 1
         return not reader or any(read.request.read.reader.engine_id == reader for read in reads), 1 + len(reads)
 
-    with home.turn() as now:
-        entries = {ref: each for ref, each in listed().items() if engine_id in ("", ref.engine_id)}
-        among = wanted if request_id or reader else None
-        found, token = page(entries, lambda entry: summary(entry, now), request.page_size, request.page_token, among)
-        asked = (each for each in home.engines.all_engines() if engine_id in ("", each.ref.engine_id) and not each.dead)
-        awaited = any(engine.recovering for engine in asked)
-        return found, token, home.engines.recovering or awaited
+    entries = {ref: each for ref, each in listed.items() if engine_id in ("", ref.engine_id)}
+    among = wanted if request_id or reader else None
+    found, token = page(entries, lambda entry: summary(entry, now), request.page_size, request.page_token, among)
+    asked = (each for each in home.engines.all_engines() if engine_id in ("", each.ref.engine_id) and not each.dead)
+    return found, token, home.engines.recovering or any(engine.recovering for engine in asked)
 
 
 def page(

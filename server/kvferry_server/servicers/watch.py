@@ -12,7 +12,7 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.questions import Question
 from kvferry_server.domain.reads import LeaseState
-from kvferry_server.domain.watch_feed import Event, Feed, Process, QuestionEnded, RankLost
+from kvferry_server.domain.watch_feed import Event, Feed, Process
 from kvferry_server.home.home import EVENT_BYTES, Home
 from kvferry_server.servicers import encode
 from kvferry_server.servicers.limits import MAX_RELEASED_READS
@@ -127,15 +127,18 @@ def _message(home: Home, event: Event, sequence: int = 0) -> pb.WatchResponse:
     response = pb.WatchResponse(home_epoch=home.epoch, sequence=sequence)
     if isinstance(event, PublicationRecord):
         response.released.CopyFrom(_released(event))
-    elif isinstance(event, RankLost):
-        response.rank_lost.CopyFrom(pb.RankLost(rank=event.rank, node=event.node, node_lost=event.node_lost))
-    elif isinstance(event, Question) and event.open:
-        response.question.MergeFrom(_question(event, home.clock.now()))
-    elif isinstance(event, Question | QuestionEnded):
-        # Also one that has ended since the event.
-        response.question_ended.CopyFrom(pb.QuestionEnded(number=event.number))
+    elif isinstance(event, Question):
+        if event.open:
+            response.question.MergeFrom(_question(event, home.clock.now()))
+        else:
+            # It has ended since the event.
+            response.question_ended.number = event.number
+    elif isinstance(event, pb.RankLost):
+        response.rank_lost.CopyFrom(event)
+    elif isinstance(event, pb.QuestionEnded):
+        response.question_ended.CopyFrom(event)
     else:
-        response.draining.CopyFrom(pb.Draining())
+        response.draining.CopyFrom(event)
     return response
 
 

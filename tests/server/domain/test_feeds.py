@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 
+from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.publications import PublicationRecord
-from kvferry_server.domain.watch_feed import Feed, Process, RankLost, Role
+from kvferry_server.domain.watch_feed import Feed, Process, Role
 from tests.support.parties import P
 
 
 def feed_with(events: int, kept: int = 4) -> Feed:
     feed = Feed(Process(P, Role.SCHEDULER), kept)
     for rank in range(events):
-        feed.push(RankLost(rank))
+        feed.push(pb.RankLost(rank=rank))
     return feed
 
 
@@ -43,7 +44,7 @@ def test_acknowledged_release_is_dropped_without_a_gap() -> None:
     publication = PublicationRecord(P, 7)
     feed = feed_with(1)
     feed.push(publication)
-    feed.push(RankLost(1))
+    feed.push(pb.RankLost(rank=1))
     held = sys.getrefcount(publication)
     feed.acknowledged({7})
     assert sys.getrefcount(publication) == held - 1
@@ -53,7 +54,7 @@ def test_acknowledged_release_is_dropped_without_a_gap() -> None:
 
 def test_repeated_release_is_dropped_by_one_acknowledgement() -> None:
     feed, publication = feed_with(0), PublicationRecord(P, 7)
-    for event in (publication, RankLost(0), publication):
+    for event in (publication, pb.RankLost(rank=0), publication):
         feed.push(event)
     feed.acknowledged({7, 8})
     feed.acknowledged({7})
@@ -62,10 +63,10 @@ def test_repeated_release_is_dropped_by_one_acknowledgement() -> None:
 
 def test_dropped_release_can_be_acknowledged() -> None:
     feed, publication = feed_with(0, kept=2), PublicationRecord(P, 7)
-    for event in (publication, publication, RankLost(0), RankLost(1)):
+    for event in (publication, publication, pb.RankLost(rank=0), pb.RankLost(rank=1)):
         feed.push(event)
     assert feed.dropped_after(0) == 2
     feed.acknowledged({7})
     assert [sequence for sequence, _ in feed.after(2)] == [3, 4]
-    feed.push(RankLost(2))
+    feed.push(pb.RankLost(rank=2))
     assert (feed.dropped_after(3), [sequence for sequence, _ in feed.after(3)]) == (0, [4, 5])

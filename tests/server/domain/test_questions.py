@@ -23,6 +23,7 @@ from kvferry.errors import (
     ServerDraining,
     WrongKey,
 )
+from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef, RouterKey
 from kvferry_server.domain.limits import MAX_QUESTIONS, Limits
 from kvferry_server.domain.publications import PublicationRecord
@@ -30,7 +31,6 @@ from kvferry_server.domain.questions import QUESTION_BYTES, Ask, Question, Quest
 from kvferry_server.domain.router_keys import WaitingRead
 from kvferry_server.domain.routing import Routing
 from kvferry_server.domain.times import ANSWER_HOLD, ENDED_KEPT, Times
-from kvferry_server.domain.watch_feed import QuestionEnded
 from tests.support.parties import P2, SECRETS, TIMES, D, E, P, Scene, arrived, ask, registration
 
 WAIT = 0.25
@@ -64,7 +64,7 @@ class Asked:
         told = [event for _, event in self.scene.feed.after(self._heard)]
         self._heard = self.scene.feed.sequence
         asked = [event.ask.reference for event in told if isinstance(event, Question) and event.open]
-        return [*asked, *(event.number for event in told if isinstance(event, QuestionEnded))]
+        return [*asked, *(event.number for event in told if isinstance(event, pb.QuestionEnded))]
 
     def wait_for(self, name: str = "first") -> WaitingRead:
         """Begin a read that waits for an answer."""
@@ -508,7 +508,7 @@ def test_ended_questions_are_told_to_a_resumed_watch_and_open_ones_are_state(ask
     asked.withdraw("1")
     asked.ask("3")
     told = [event for _, event in asked.scene.feed.after(seen)]
-    assert [event.number for event in told if isinstance(event, Question | QuestionEnded)] == [1, 3]
+    assert [event.number for event in told if isinstance(event, Question | pb.QuestionEnded)] == [1, 3]
     assert [each.number for each in asked.records.of_engine(P).router_keys.questions.open()] == [2, 3]
     # A Watch from before does not hear of what has begun and ended meanwhile.
     events = [event for _, event in asked.scene.feed.after(0)]

@@ -100,10 +100,10 @@ async def test_a_predecessor_ends_before_its_successor_begins() -> None:
         home.open_watch(successor, SECRETS[P2])
         assert lease.live
         # Leases that a new home does not know count as long as they may last.
-        assert home.reuse_after(successor.engine) == home.times.ttl - home.times.engine_ttl
+        assert home.engines.reuse_after(successor.engine) == home.times.ttl - home.times.engine_ttl
     clock.pass_by(home.times.ttl)
     with home.turn():
-        assert home.reuse_after(successor.engine) == 0
+        assert home.engines.reuse_after(successor.engine) == 0
         assert not arrived(home.records)
 
 
