@@ -40,5 +40,6 @@ class RouterKey:
 class RouterReference:
     """A reference that a router made."""
 
+    home: str  # the address in the reference
     engine_ids: tuple[str, ...]  # names that the source may have
     router_key: RouterKey

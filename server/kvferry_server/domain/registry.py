@@ -42,39 +42,6 @@ from kvferry_server.domain.watch_feed import Process
 REPLACED = "was replaced by another incarnation"
 
 
-class _Retired:
-    """Incarnations that ended for good, and are refused for `lasts` seconds, so that a delayed message cannot evict the
-    live incarnation (PROTOCOL, Identities).
-
-    At most `most` are kept of those that their engines have retired themselves, of which a host gets at most as many as
-    stay free: otherwise a peer that opens and retires incarnations without end would fill the memory.
-    """
-
-    def __init__(self, lasts: float, most: int) -> None:
-        self._lasts = lasts
-        self._by_host = Budget(most)
-        # The end of each refusal, rising, and the host that it counts for.
-        self._until: dict[EngineRef, tuple[float, str | None]] = {}
-
-    def add(self, ref: EngineRef, now: float, host: str | None = None) -> None:
-        """Refuse an incarnation from now on. It counts for a host, unless that is None; raises `LimitReached` if the
-        host has retired too many."""
-        if host is not None:
-            check_budget("retired", self._by_host, host, self._lasts)
-            self._by_host.take(host)
-        self._until[ref] = now + self._lasts, host
-
-    def has(self, ref: EngineRef, now: float) -> bool:
-        while self._until:
-            first, (until, host) = next(iter(self._until.items()))
-            if until > now:
-                break
-            del self._until[first]
-            if host is not None:
-                self._by_host.give(host)
-        return ref in self._until
-
-
 class Registry:
     """The engines whose home this is. Not thread-safe: it belongs to its home's event loop. The publications of an
     engine, in the home's `records`, end with the engine."""
@@ -85,7 +52,12 @@ class Registry:
         self._memory, self._journal = records.memory, records.journal
         self._engines_by_host = Budget(self._limits.engines)
         self._engines: dict[EngineRef, Engine] = {}  # Those that are not gone
-        self._retired = _Retired(self._times.retire, self._limits.retired)
+        # Incarnations that ended for good, and are refused for `retire` seconds, so that a delayed message cannot evict
+        # the live incarnation (PROTOCOL, Identities): the end of each refusal, rising, and the host that it counts for.
+        # The budget is for those that their engines have retired themselves: otherwise a peer that opens and retires
+        # incarnations without end would fill the memory.
+        self._retired: dict[EngineRef, tuple[float, str | None]] = {}
+        self._retired_by_host = Budget(self._limits.retired)
         self._deadlines: DeadlineQueue[Engine] = DeadlineQueue()
 
     def advance(self) -> float:
@@ -189,7 +161,7 @@ class Registry:
             for other in replaced:
                 self._journal.engine("engine_replaced", other.ref, by=short(ref.incarnation), peer=host or UNIX_PEER)
                 self._forget(other, _restarted(other.ref, REPLACED, ref.incarnation.hex()))
-                self._retired.add(other.ref, now)
+                self._retired[other.ref] = now + self._times.retire, None
             engine = self._engines[ref] = self._records.open(ref, secret)
             self._journal.engine("engine_opened", ref, peer=host or UNIX_PEER)
         elif engine.lost_at is not None:
@@ -220,14 +192,16 @@ class Registry:
             raise self._unknown(ref.engine_id)
         self._journal.engine("engine_evicted", ref, bad=True)
         self._forget(engine, _restarted(ref, "was evicted by an operator"))
-        self._retired.add(ref, now)
+        self._retired[ref] = now + self._times.retire, None
 
     def retire(self, ref: EngineRef) -> None:
         """End an incarnation for good, for its own scheduler, which stops. Call `check_session` before. Raises as
         `find`, and `LimitReached` if the host of its scheduler has retired too many."""
         now = self.advance()
         engine = self.find(ref)
-        self._retired.add(ref, now, engine.host)
+        check_budget("retired", self._retired_by_host, engine.host, self._times.retire)
+        self._retired_by_host.take(engine.host)
+        self._retired[ref] = now + self._times.retire, engine.host
         self._journal.engine("engine_retired", ref)
         self._forget(engine)
 
@@ -367,7 +341,15 @@ class Registry:
         self._records.end_all(engine, reason)
 
     def _is_retired(self, ref: EngineRef) -> bool:
-        return self._retired.has(ref, self._clock.now())
+        now = self._clock.now()
+        while self._retired:
+            first, (until, host) = next(iter(self._retired.items()))
+            if until > now:
+                break
+            del self._retired[first]
+            if host is not None:
+                self._retired_by_host.give(host)
+        return ref in self._retired
 
     @property
     def recovering(self) -> bool:

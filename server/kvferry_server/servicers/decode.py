@@ -98,7 +98,7 @@ def lease_request(request: pb.ReadBlocksRequest, max_parties: int, names: Names,
     checks.within("parties", request.parties, max_parties, least=1)
     named, routed = reference(request.reference), None
     if isinstance(named, RouterReference):
-        named, routed = Named(EngineRef(named.engine_ids[0], b""), 0, b""), named
+        named, routed = Named(named.home, EngineRef(named.engine_ids[0], b""), 0, b""), named
     reader, read_id = checks.engine_ref("reader", request.reader), checks.random_bytes("read_id", request.read_id)
     read = ReadKey(named.source, named.publication, reader, read_id)
     return LeaseRequest(read, named.key, request.parties, request.expected_reads, names, host, routed)
@@ -108,6 +108,7 @@ def lease_request(request: pb.ReadBlocksRequest, max_parties: int, names: Names,
 class Named:
     """A reference to a publication, or with the number 0 to an engine."""
 
+    home: str  # the address in the reference
     source: EngineRef
     publication: int
     key: bytes = field(repr=False)
@@ -119,9 +120,8 @@ def reference(given: str) -> Named | RouterReference:
     if parsed.router_key:
         engine_id = checks.text("reference.engine_id", parsed.engine_id)
         key = RouterKey(checks.text("reference.router_key", parsed.router_key), parsed.key)
-        return RouterReference(engine_ids(engine_id, parsed.data_parallel_rank), key)
-    source = pb.EngineRef(engine_id=parsed.engine_id, incarnation=parsed.incarnation)
-    return Named(checks.engine_ref("reference", source), parsed.publication, parsed.key)
+        return RouterReference(parsed.home, engine_ids(engine_id, parsed.data_parallel_rank), key)
+    return Named(parsed.home, checks.engine_ref("reference", parsed), parsed.publication, parsed.key)
 
 
 def handshake_reference(request: pb.HandshakeRequest) -> Named | None:
@@ -142,8 +142,7 @@ def handshake_reference(request: pb.HandshakeRequest) -> Named | None:
 def engine_reference(field: str, given: str) -> Named:
     """Decode an engine's own reference; raises as `reference`."""
     parsed = parse_engine_reference(given)
-    named = pb.EngineRef(engine_id=parsed.engine_id, incarnation=parsed.incarnation)
-    return Named(checks.engine_ref(field, named), 0, parsed.key)
+    return Named(parsed.home, checks.engine_ref(field, parsed), 0, parsed.key)
 
 
 def ask(message: pb.Ask, asker: EngineRef, host: str) -> tuple[tuple[str, ...], Named | None, Ask]:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Hashable, Sequence
 
 from kvferry._clock import to_duration
-from kvferry._wire.reference import parse_reference
 from kvferry._wire.status import NOTIFICATION_ERROR_BYTES, to_notification_error
 from kvferry._wire.version import OURS_ENCODED
 from kvferry.errors import EngineUnknown, HomeRecovering, InvalidField, KvferryError, NotAllowed
@@ -207,23 +206,23 @@ def _read_ended(answer: ReportAnswer) -> pb.NotificationResult:
 
 
 def _decline(home: Home, relays: Relays, decline: pb.Decline, holder: Hashable) -> pb.NotificationResult | str:
-    found, named = decode.reference(decline.reference), parse_reference(decline.reference).home
+    found = decode.reference(decline.reference)
     with home.turn():
         try:
             if isinstance(found, RouterReference):
                 sources = [engine.ref for engine in home.engines.find_named(found.engine_ids)]
                 # The reference names no incarnation, and an engine of another home may have the same name.
                 ours = home.routing.concerned(sources, found.router_key)
-                if not (ours or decline.relayed_by) and relays.applies(named, ""):
-                    return named
+                if not (ours or decline.relayed_by) and relays.applies(found.home, ""):
+                    return found.home
                 home.routing.decline(sources, found.router_key, holder, not_published=decline.not_published)
             else:
                 home.engines.find_live(found.source.engine_id, found.source.incarnation)
                 home.lessor.decline(found.source, found.publication, found.key)
         except (EngineUnknown, HomeRecovering):
             # Sent on only if unknown here: a home may be known by several addresses.
-            if relays.applies(named, decline.relayed_by):
-                return named
+            if relays.applies(found.home, decline.relayed_by):
+                return found.home
             raise
     return _done()
 
