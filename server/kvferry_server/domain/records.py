@@ -24,7 +24,7 @@ from kvferry_server.domain.questions import Question, QuestionOutcome
 from kvferry_server.domain.reads import LeaseState, ReadKey, RevokeReason
 from kvferry_server.domain.router_keys import RouterKeys, WaitingRead
 from kvferry_server.domain.times import NEVER, Clock, DeadlineQueue, Times
-from kvferry_server.domain.watch_feed import Feed
+from kvferry_server.domain.watch_feed import Event, Feed
 
 Changed: TypeAlias = PublicationRecord | WaitingRead | Feed
 """A publication, a read under a router's key, or a feed, whose waiting calls must look for news again."""
@@ -180,9 +180,9 @@ class Records:
             # It was gone, but leases on its publications are live.
             engine.begin_again()
             return engine
-        leases, waits = Budget(self.limits.waiting_reads), Budget(self.limits.waiting_reads)
-        router_keys = RouterKeys(ref, self.memory, waits, Budget(self.limits.waiting_declines))
-        engine = self.engines[ref] = Engine(ref, self.times, secret, leases, router_keys)
+        router_keys = RouterKeys(ref, self.memory, self.limits)
+        engine = Engine(ref, self.times, secret, Budget(self.limits.waiting_reads), router_keys)
+        self.engines[ref] = engine
         return engine
 
     def add_lease(self, lease: Lease) -> None:
@@ -235,11 +235,9 @@ class Records:
 
     def add_question(self, engine: Engine, question: Question) -> None:
         self._question_deadlines.put(question)
-        if engine.scheduler is not None:
-            engine.scheduler.ask(question)
-            self.changed(engine.scheduler)
+        self.tell(engine, question)
 
-    def tell(self, engine: Engine, event: PublicationRecord | pb.RankLost) -> None:
+    def tell(self, engine: Engine, event: Event) -> None:
         """Add an event to the Watch of an engine's scheduler."""
         if engine.scheduler is not None:
             engine.scheduler.push(event)
@@ -280,9 +278,7 @@ class Records:
         now = self.clock.now()
         engine.router_keys.questions.end(question, outcome, why, now)
         self.journal.question_ended(question, outcome, now)
-        if engine.scheduler is not None:
-            engine.scheduler.end_question(question.number)
-            self.changed(engine.scheduler)
+        self.tell(engine, pb.QuestionEnded(number=question.number))
         self.wake_waiting(engine, question.ask.router_key.name)
 
     def end_questions(self, engine: Engine) -> None:

@@ -58,26 +58,21 @@ class Feed:
         self._ends: deque[int] = deque()
 
     def push(self, event: Event) -> None:
-        """Add an event. A full feed drops its oldest event."""
+        """Add an event. A full feed drops its oldest event. The end of a question replaces the question. Of the ends
+        only the last `MAX_QUESTIONS` are kept, so that questions never fill a feed: a process that misses one gives a
+        question up by its deadline."""
         self.sequence += 1
+        if isinstance(event, Question):
+            self._questions[event.number] = self.sequence
+        elif isinstance(event, pb.QuestionEnded):
+            self._events.pop(self._questions.pop(event.number, 0), None)
+            if len(self._ends) == MAX_QUESTIONS:
+                self._events.pop(self._ends.popleft(), None)
+            self._ends.append(self.sequence)
         if len(self._events) == self._kept:
             self._dropped = next(iter(self._events))
             del self._events[self._dropped]
         self._events[self.sequence] = event
-
-    def ask(self, question: Question) -> None:
-        """Add a question, until `end_question`."""
-        self.push(question)
-        self._questions[question.number] = self.sequence
-
-    def end_question(self, number: int) -> None:
-        """Remove a question and add its end. Of earlier ends only the last `MAX_QUESTIONS` are kept, so that questions
-        never fill a feed: a process that misses one gives a question up by its deadline."""
-        self._events.pop(self._questions.pop(number, 0), None)
-        if len(self._ends) == MAX_QUESTIONS:
-            self._events.pop(self._ends.popleft(), None)
-        self.push(pb.QuestionEnded(number=number))
-        self._ends.append(self.sequence)
 
     def acknowledged(self, numbers: Collection[int]) -> None:
         """Remove the release events of these publications: the process has received them."""

@@ -14,14 +14,6 @@ from kvferry_server.domain.reads import LeaseState, RankReport, RevokeReason
 from kvferry_server.domain.router_keys import WaitingRead
 from kvferry_server.domain.times import Times
 
-_STAGES = {
-    PublicationStage.PUBLISHING: ipb.REQUEST_STATE_PUBLISHING,
-    PublicationStage.PUBLISHED: ipb.REQUEST_STATE_PUBLISHED,
-    PublicationStage.ENDING: ipb.REQUEST_STATE_ENDING,
-    PublicationStage.RELEASED: ipb.REQUEST_STATE_RELEASED,
-}
-
-
 def engine_ref(ref: EngineRef) -> pb.EngineRef:
     """Encode an engine reference."""
     return pb.EngineRef(engine_id=ref.engine_id, incarnation=ref.incarnation)
@@ -45,7 +37,8 @@ def read_state(lease: Lease) -> pb.ReadState.ValueType:
 def request_state(publication: PublicationRecord) -> ipb.RequestState.ValueType:
     """Encode the state of a publication that has arrived. A publication that was forgotten meanwhile was released
     before."""
-    return _STAGES.get(publication.stage, ipb.REQUEST_STATE_RELEASED)
+    forgotten = publication.stage is PublicationStage.FORGOTTEN
+    return ipb.RequestState.Value(f"REQUEST_STATE_{'RELEASED' if forgotten else publication.stage.name}")
 
 
 def engine_summary(engine: Engine) -> ipb.EngineSummary:
