@@ -20,7 +20,7 @@ from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.publications import Lease, PublicationRecord
 from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankOutcome, RankReport, ReadKey, ReportAnswer
-from kvferry_server.domain.records import Records
+from kvferry_server.domain.records import Changed, Records
 from kvferry_server.domain.registrations import Registration
 from kvferry_server.domain.registry import Registry
 from kvferry_server.domain.sources import Sources
@@ -133,7 +133,8 @@ class Scene:
 
     def __init__(self, times: Times = TIMES, limits: Limits | None = None, recovering: bool = False) -> None:
         self.clock, self.times = FakeClock(), times
-        self.records = Records(self.clock, times, limits or Limits())
+        self.woken: list[Changed] = []
+        self.records = Records(self.clock, times, limits or Limits(), self.woken.append)
         self.sources, self.lessor = Sources(self.records), Lessor(self.records)
         self.registry = Registry(self.records)
         self.engine = self.open(P)

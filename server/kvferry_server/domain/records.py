@@ -8,7 +8,7 @@ place, and every end of a question through `end_question`:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from kvferry._wire.outcomes import MissReason, ReleaseOutcome
@@ -35,11 +35,14 @@ class Records:
 
     Every public call of `Sources` and `Lessor` first calls `advance`, so that a lease is live exactly until its time,
     however late the home's timer is. The home's other parts share `clock`, `times`, `limits`, `memory` and `journal`,
-    and when it `started`.
+    and when it `started`. `wake` is called with what has changed; its waiting calls must not go on before the present
+    call has ended.
     """
 
-    def __init__(self, clock: Clock, times: Times, limits: Limits) -> None:
-        self.clock, self.times, self.limits = clock, times, limits
+    def __init__(
+        self, clock: Clock, times: Times, limits: Limits, wake: Callable[[Changed], None] = lambda _: None
+    ) -> None:
+        self.clock, self.times, self.limits, self.wake = clock, times, limits, wake
         self.started = clock.now()
         # From then on every lease without a record here has ended: leases from before a restart last for a max_ttl.
         self.knows_all_leases_from = self.started + times.max_ttl
@@ -57,7 +60,6 @@ class Records:
         self.lease_budget = Budget(limits.leases)  # By source
         # Nothing is granted, renewed or accepted any more; reports, cancels and acknowledgements go on.
         self.draining = False
-        self.changes: list[Changed] = []
         self._publication_deadlines: DeadlineQueue[PublicationRecord] = DeadlineQueue()
         self._lease_deadlines: DeadlineQueue[Lease] = DeadlineQueue()
         self._question_deadlines: DeadlineQueue[Question] = DeadlineQueue()
@@ -78,10 +80,6 @@ class Records:
     def next_deadline(self) -> float:
         leases, publications = self._lease_deadlines.next_deadline(), self._publication_deadlines.next_deadline()
         return min(leases, publications, self._question_deadlines.next_deadline())
-
-    def take_changes(self) -> list[Changed]:
-        changes, self.changes = self.changes, []
-        return changes
 
     # Looking up.
 
@@ -229,10 +227,6 @@ class Records:
         """Note that one of a publication's deadlines may have moved earlier."""
         self._publication_deadlines.put(publication)
 
-    def changed(self, changed: Changed) -> None:
-        """Note that the calls that wait for a publication, read or feed must look again."""
-        self.changes.append(changed)
-
     def add_question(self, engine: Engine, question: Question) -> None:
         self._question_deadlines.put(question)
         self.tell(engine, question)
@@ -241,11 +235,12 @@ class Records:
         """Add an event to the Watch of an engine's scheduler."""
         if engine.scheduler is not None:
             engine.scheduler.push(event)
-            self.changed(engine.scheduler)
+            self.wake(engine.scheduler)
 
     def wake_waiting(self, engine: Engine, name: str | None = None) -> None:
-        """Note that the reads that wait for this router key (None: for any of the engine's) must look again."""
-        self.changes.extend(engine.router_keys.who_waits(name))
+        """Let the reads that wait for this router key (None: for any of the engine's) look again."""
+        for waiting in engine.router_keys.who_waits(name):
+            self.wake(waiting)
 
     # Ending.
 
@@ -267,7 +262,7 @@ class Records:
         if not publication.leases:
             # The publication is held again for a retry elsewhere.
             publication.hold_until = now + publication.hold
-        self.changed(publication)
+        self.wake(publication)
         self.end_if_read(publication, now)
         self._settle(publication, now)
 
@@ -312,7 +307,7 @@ class Records:
         publication.outcome = outcome
         self.engines[publication.source].declined.discard(publication)
         self.move(publication, PublicationStage.ENDING, now)
-        self.changed(publication)
+        self.wake(publication)
         self._settle(publication, now)
 
     def abort(self, publication: PublicationRecord, reason: RevokeReason, now: float) -> None:
@@ -327,13 +322,13 @@ class Records:
             lease.revoked = reason
         if unrevoked:
             self.journal.revoked(publication, reason)
-        self.changed(publication)
+        self.wake(publication)
 
     def revoke_lease(self, lease: Lease, reason: RevokeReason) -> None:
         """Mark a lease as not renewable, as `revoke` does with all of a publication."""
         if lease.live:
             lease.revoked = lease.revoked or reason
-            self.changed(lease.publication)
+            self.wake(lease.publication)
 
     def forget(self, publication: PublicationRecord) -> None:
         if publication.stage is PublicationStage.FORGOTTEN:

@@ -330,7 +330,7 @@ class Registry:
         if why is not None:
             for feed in engine.feeds.values():
                 feed.ended = why
-                self._records.changed(feed)
+                self._records.wake(feed)
         del self._engines[engine.ref]
         self._comes_from(engine, "")
         registered = sum(registration.size for registration in engine.ranks.values())

@@ -70,7 +70,7 @@ class Routing:
         return replace(asked, read=read, key=self._records.key(publication), routed=None)
 
     def wait(self, sources: Sequence[EngineRef], wanted: RouterKey, asked: LeaseRequest) -> WaitingRead:
-        """Note that a read waits, until `end_wait`: `Changed` says when it must look again. Raises
+        """Note that a read waits, until `end_wait`: `Records.wake` says when it must look again. Raises
         `LimitReached` if, at each of the sources, too many reads of this caller wait for publications."""
         now = self._records.advance()
 

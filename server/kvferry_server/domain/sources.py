@@ -213,7 +213,7 @@ class Sources:
         self._memory.take(engine.ref, step.size)
         self._touch(engine, publication, now)
         self._records.reschedule(publication)
-        self._records.changed(publication)
+        self._records.wake(publication)
         if publication in engine.declined:
             self._records.end(publication, ReleaseOutcome.DECLINED, now)
         self._records.end_if_read(publication, now)

@@ -1,8 +1,8 @@
 """The home: engines, publications, leases and feeds on one clock, and the loop that acts on their deadlines.
 
 Every access is a turn, `with home.turn(): ...`. It first acts on deadlines that have passed; then the caller uses
-`engines`, `sources`, `lessor` or `records`; at the end the calls that wait for what has changed are woken. Between
-turns nothing is pending, so these only see settled states.
+`engines`, `sources`, `lessor` or `records`, and does not wait; at the end it acts on deadlines again. The calls that
+wait for what has changed go on after the turn, so they only see settled states.
 """
 
 from __future__ import annotations
@@ -86,22 +86,22 @@ class Home(AbstractContextManager[float]):
         self.clock, self.times, self.limits = clock, times, limits or Limits()
         self.advertise = advertise
         self.epoch = secrets.token_bytes(16)  # Random per start
+        self.wakeups = Wakeups()  # Topics: publications, reads that wait under a router's key, feeds
         # To be used within a `turn`.
-        self.records = Records(clock, times, self.limits)
+        self.records = Records(clock, times, self.limits, self.wakeups.wake)
         self.memory, self.journal = self.records.memory, self.records.journal
         self.engines = Registry(self.records)
         self.sources = Sources(self.records)
         self.lessor = Lessor(self.records)
         self.routing = Routing(self.records, 1 + secrets.randbits(48))
         self.time_slices = TimeSlices()
-        self.wakeups = Wakeups()  # Topics: publications, reads that wait under a router's key, feeds
         self.stopping = False  # The node server is about to end, and Watches with it
         self._driver = Waker()
         self._sleeps_until = -math.inf
 
     def turn(self) -> AbstractContextManager[float]:
-        """Act on deadlines, then give the present in seconds on the home's clock. Changes within the context take
-        effect when it ends, also by an error."""
+        """Act on deadlines, then give the present in seconds on the home's clock; act on deadlines again at the end,
+        also after an error."""
         return self  # The same for all turns: they have no state, and each call makes several.
 
     def __enter__(self) -> float:
@@ -215,10 +215,7 @@ class Home(AbstractContextManager[float]):
         )
 
     def settle(self) -> None:
-        """Act on deadlines that have passed and wake the calls that wait for what has changed: begin or end a turn."""
-        if not self.records.changes and self.next_deadline() > self.clock.now():
-            return
-        self.engines.advance()
-        self.records.advance()
-        for changed in self.records.take_changes():
-            self.wakeups.wake(changed)
+        """Act on deadlines that have passed: begin or end a turn."""
+        if self.next_deadline() <= self.clock.now():
+            self.engines.advance()
+            self.records.advance()

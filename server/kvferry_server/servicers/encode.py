@@ -14,6 +14,7 @@ from kvferry_server.domain.reads import LeaseState, RankReport, RevokeReason
 from kvferry_server.domain.router_keys import WaitingRead
 from kvferry_server.domain.times import Times
 
+
 def engine_ref(ref: EngineRef) -> pb.EngineRef:
     """Encode an engine reference."""
     return pb.EngineRef(engine_id=ref.engine_id, incarnation=ref.incarnation)

@@ -111,9 +111,9 @@ def test_question_reaches_the_source_and_its_publication_the_asker(asked: Asked)
     assert asked.heard() == ["reference of first"]
     waiting = asked.wait_for()
     assert asked.find() is None
-    asked.records.take_changes()
+    asked.scene.woken.clear()
     publication = asked.answer()
-    assert waiting in asked.records.take_changes()
+    assert waiting in asked.scene.woken
     assert asked.find() is publication
     assert asked.heard() == [1]
     assert asked.outcomes() == {QuestionOutcome.ANSWERED: 1}
@@ -128,10 +128,10 @@ def test_question_reaches_the_source_and_its_publication_the_asker(asked: Asked)
 def test_question_that_is_missed_ends_the_reads_that_wait(asked: Asked, reason: MissReason) -> None:
     asked.ask()
     waiting = asked.wait_for()
-    asked.records.take_changes()
+    asked.scene.woken.clear()
     for _ in range(2):
         asked.scene.sources.miss(P, 1, reason)
-    assert waiting in asked.records.take_changes()
+    assert waiting in asked.scene.woken
     assert missed(asked.find) == reason.name
     assert missed(asked.ask) == reason.name
     assert asked.heard()[-1:] == [1]
@@ -149,9 +149,9 @@ def test_question_without_an_answer_in_time_is_a_miss(asked: Asked) -> None:
     waiting = asked.wait_for()
     asked.scene.wait(WAIT / 2)
     assert asked.find() is None
-    asked.records.take_changes()
+    asked.scene.woken.clear()
     asked.scene.wait(WAIT / 2)
-    assert waiting in asked.records.take_changes()
+    assert waiting in asked.scene.woken
     assert missed(asked.find) == "NO_ANSWER"
     assert asked.outcomes() == {QuestionOutcome.UNANSWERED: 1}
     asked.scene.sources.miss(P, 1, MissReason.BUSY)
@@ -409,7 +409,7 @@ def test_prompt_of_an_ended_question_is_kept_nowhere(asked: Asked) -> None:
 def test_questions_end_with_their_engine(asked: Asked, how: str) -> None:
     asked.ask(wait=2.0)
     waiting = asked.wait_for()
-    asked.records.take_changes()
+    asked.scene.woken.clear()
     if how == "retired":
         asked.scene.registry.retire(P)
     elif how == "evicted":
@@ -417,7 +417,7 @@ def test_questions_end_with_their_engine(asked: Asked, how: str) -> None:
     else:
         asked.scene.lose()
         asked.scene.open(P2)
-    assert waiting in asked.records.take_changes()
+    assert waiting in asked.scene.woken
     assert asked.outcomes() == {QuestionOutcome.UNANSWERED: 1}
     with pytest.raises(EngineUnknown):
         asked.ask("second")
@@ -434,7 +434,7 @@ def test_questions_end_with_an_engine_whose_last_publication_is_due_at_that_mome
     asked.scene.wait(TIMES.hold - 0.125)
     asked.ask(wait=2.0)
     waiting = asked.wait_for()
-    asked.records.take_changes()
+    asked.scene.woken.clear()
     # The timers are late, as they always are by some microseconds.
     asked.scene.clock.pass_by(0.25)
     if how == "retired":
@@ -442,7 +442,7 @@ def test_questions_end_with_an_engine_whose_last_publication_is_due_at_that_mome
     else:
         asked.scene.registry.evict(P)
     assert asked.outcomes() == {QuestionOutcome.UNANSWERED: 1}
-    assert waiting in asked.records.take_changes()
+    assert waiting in asked.scene.woken
     asked.routing.end_wait(waiting)
     asked.scene.wait(5)
     assert asked.records.memory.used == 0
