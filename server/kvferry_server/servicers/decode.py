@@ -98,7 +98,7 @@ def lease_request(request: pb.ReadBlocksRequest, max_parties: int, names: Names,
     checks.within("parties", request.parties, max_parties, least=1)
     named, routed = reference(request.reference), None
     if isinstance(named, RouterReference):
-        named, routed = Named(named.home, EngineRef(named.engine_ids[0], b""), 0, b""), named
+        routed, named = named, Named(named.home, EngineRef(named.engine_ids[0], b""), 0, b"")
     reader, read_id = checks.engine_ref("reader", request.reader), checks.random_bytes("read_id", request.read_id)
     read = ReadKey(named.source, named.publication, reader, read_id)
     return LeaseRequest(read, named.key, request.parties, request.expected_reads, names, host, routed)
