@@ -443,7 +443,7 @@ def test_waiting_steps_are_overtaken_no_more_than_a_home_allows(
 ) -> None:
     assert publication_sender.MAX_OVERTAKEN + BATCH <= MAX_SKIPPED
     monkeypatch.setattr(publication_sender, "MAX_OVERTAKEN", small_calls)
-    monkeypatch.setattr("kvferry_server.domain.engine_publications.MAX_SKIPPED", 2 * small_calls)
+    monkeypatch.setattr("kvferry_server.domain.engine.MAX_SKIPPED", 2 * small_calls)
     publish(port, 1)
     assert calls.begun.wait(SOON)
     numbers = [publish(port, block) for block in range(2, 7 * small_calls)]

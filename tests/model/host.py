@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, Generator, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
@@ -16,15 +16,14 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import NOBODY, EngineRef
 from kvferry_server.domain.registrations import Registration
 from kvferry_server.domain.times import Times
-from kvferry_server.home.blocks import ReadAnswer, read_blocks
-from kvferry_server.home.home import Home
+from kvferry_server.home.home import Home, Waker, Wakeups
 from kvferry_server.home.time_slices import TimeSlices
-from kvferry_server.home.wakeups import Waker, Wakeups
-from kvferry_server.home.watch import watch
-from kvferry_server.servicers import decode, encode
+from kvferry_server.servicers import decode
 from kvferry_server.servicers.introspection import Introspection
 from kvferry_server.servicers.notify import notify
+from kvferry_server.servicers.read_blocks import read_blocks
 from kvferry_server.servicers.relay import Caller, Relays
+from kvferry_server.servicers.watch import watch
 from tests.model.clocks import PartyClock
 
 if TYPE_CHECKING:
@@ -58,9 +57,8 @@ class _ParkedWakeups(Wakeups):
 class Pulled(Generic[T]):
     """A server stream that is pulled by hand instead of by an event loop."""
 
-    def __init__(self, stream: AsyncGenerator[Any, None], encoded: Callable[[Any], T]) -> None:
+    def __init__(self, stream: AsyncGenerator[T, None]) -> None:
         self._stream = stream
-        self._encoded = encoded
         self._step: Any = None
         self.ended = False
         self.error: KvferryError | None = None
@@ -75,7 +73,7 @@ class Pulled(Generic[T]):
             self._step.send(None)
         except StopIteration as message:
             self._step = None
-            return self._encoded(message.value)
+            return cast(T, message.value)
         except StopAsyncIteration:
             self.ended = True
         except KvferryError as error:
@@ -170,7 +168,7 @@ class Host:
         home.check_not_draining()
         with home.turn():
             home.engines.register(registration, secret)
-            return from_duration(to_duration(home.reuse_after(registration.engine)))
+            return from_duration(to_duration(home.engines.reuse_after(registration.engine)))
 
     def read_blocks(self, request: pb.ReadBlocksRequest) -> Pulled[pb.ReadBlocksResponse]:
         """A call that may wait: a stream of one message."""
@@ -178,13 +176,11 @@ class Host:
         home, asked = self.home, decode.lease_request(request, self.home.limits.ranks, NOBODY)
         wait = min(from_duration(request.wait) or TIMES.max_wait, TIMES.max_wait)
 
-        async def answers() -> AsyncGenerator[ReadAnswer, None]:
-            yield await read_blocks(home, asked, wait, request.lease_id, request.next_step)
+        async def answers() -> AsyncGenerator[pb.ReadBlocksResponse, None]:
+            answer = await read_blocks(home, asked, wait, request.lease_id, request.next_step)
+            yield pb.ReadBlocksResponse.FromString(answer)
 
-        return Pulled(
-            answers(),
-            lambda answer: pb.ReadBlocksResponse.FromString(encode.read_answer(home.epoch, answer, home.clock.now())),
-        )
+        return Pulled(answers())
 
     def watch(self, request: pb.WatchRequest) -> Pulled[pb.WatchResponse]:
         self.heard.append(request)
@@ -192,10 +188,7 @@ class Host:
         stream = watch(
             home, decode.process(request), request.session_secret, request.resume_epoch, request.resume_sequence
         )
-        return Pulled(
-            stream,
-            lambda message: encode.watch_message(home.epoch, message, home.times, home.advertise, home.clock.now()),
-        )
+        return Pulled(stream)
 
     def pump(self, pipes: list[Pipe[Any]]) -> None:
         """Let all streams send their messages: at the end of a turn none has unsent messages."""

@@ -18,16 +18,13 @@ from kvferry.errors import PublicationReleased, PublicationStale, WrongSession
 from kvferry.geometry.blocks import Unfinished
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain import lessor, records, registry, router_keys, routing, sources
-from kvferry_server.domain.deadline_queue import NEVER
 from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.engine_publications import EnginePublications
 from kvferry_server.domain.identity import EngineRef, Names, RouterKey
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, ReportAnswer, RevokeReason, Verdict
 from kvferry_server.domain.steps import PublicationStep
-from kvferry_server.home import blocks
-from kvferry_server.home.home import Home
-from kvferry_server.servicers import decode, lists, paging
+from kvferry_server.domain.times import NEVER
+from kvferry_server.servicers import decode, lists, read_blocks
 from tests.model import readers
 from tests.model.hinted import HintedShare
 from tests.model.readers import Share
@@ -100,7 +97,7 @@ def abort_cuts_leases_short(patch: pytest.MonkeyPatch) -> None:
 def new_incarnation_cuts_leases_short(patch: pytest.MonkeyPatch) -> None:
     original = records.Records.end_all
 
-    def end_all(self: records.Records, engine: EnginePublications, reason: RevokeReason) -> None:
+    def end_all(self: records.Records, engine: Engine, reason: RevokeReason) -> None:
         original(self, engine, reason)
         for publication in list(engine.publications.values()):
             _end_leases(self, publication, self.advance())
@@ -132,7 +129,7 @@ def replay_extends(patch: pytest.MonkeyPatch) -> None:
 
 @sabotage
 def release_soon_after_a_home_restart(patch: pytest.MonkeyPatch) -> None:
-    def touch(self: sources.Sources, engine: EnginePublications, publication: PublicationRecord, now: float) -> None:
+    def touch(self: sources.Sources, engine: Engine, publication: PublicationRecord, now: float) -> None:
         if engine.snapshot is not None:
             engine.snapshot.add(publication.number)
 
@@ -141,7 +138,7 @@ def release_soon_after_a_home_restart(patch: pytest.MonkeyPatch) -> None:
 
 @sabotage
 def publication_is_revived(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(EnginePublications, "may_arrive", lambda self, number, now: True)
+    patch.setattr(Engine, "may_arrive", lambda self, number, now: True)
 
 
 @sabotage
@@ -160,7 +157,7 @@ def renewals_reach_past_the_final_deadline(patch: pytest.MonkeyPatch) -> None:
     """So a reader that goes on for ever puts the forced release off for as long."""
     original = lessor.Lessor._extend
 
-    def extend(self: lessor.Lessor, lease: Lease, engine: EnginePublications, now: float) -> bool:
+    def extend(self: lessor.Lessor, lease: Lease, engine: Engine, now: float) -> bool:
         final_at, lease.publication.final_at = lease.publication.final_at, NEVER
         try:
             return original(self, lease, engine, now)
@@ -313,7 +310,7 @@ def a_step_that_overtakes_the_snapshot_is_refused(patch: pytest.MonkeyPatch) -> 
     original = sources.Sources._check_step
 
     def check_step(
-        self: sources.Sources, engine: EnginePublications, publication: PublicationRecord, step: PublicationStep
+        self: sources.Sources, engine: Engine, publication: PublicationRecord, step: PublicationStep
     ) -> None:
         recovering = engine.recovering
         engine.recovering = recovering and not publication.steps
@@ -331,7 +328,7 @@ def a_step_that_overtakes_the_snapshot_is_refused(patch: pytest.MonkeyPatch) -> 
 @sabotage
 def a_source_that_stops_in_order_leaves_its_memory_at_once(patch: pytest.MonkeyPatch) -> None:
     """The source's leases are forgotten with it."""
-    retire, reuse_after = registry.Registry.retire, Home.reuse_after
+    retire, reuse_after = registry.Registry.retire, registry.Registry.reuse_after
     stopped = WeakSet[registry.Registry]()
 
     def forget(self: registry.Registry, ref: EngineRef) -> None:
@@ -340,7 +337,7 @@ def a_source_that_stops_in_order_leaves_its_memory_at_once(patch: pytest.MonkeyP
 
     patch.setattr(registry.Registry, "retire", forget)
     patch.setattr(
-        Home, "reuse_after", lambda self, engine: 0.0 if self.engines in stopped else reuse_after(self, engine)
+        registry.Registry, "reuse_after", lambda self, ref: 0.0 if self in stopped else reuse_after(self, ref)
     )
 
 
@@ -371,7 +368,7 @@ def leases_are_known_by_their_public_number(patch: pytest.MonkeyPatch) -> None:
 
 @of_a_liar
 def lease_ids_in_page_tokens(patch: pytest.MonkeyPatch) -> None:
-    original = paging.page
+    original = lists.page
 
     def page(listed: Any, encode: Any, page_size: int, page_token: str, wanted: Any = None) -> tuple[list[Any], str]:
         found, token = original(listed, encode, page_size, page_token, wanted)
@@ -418,7 +415,7 @@ def sources_need_no_secret(patch: pytest.MonkeyPatch) -> None:
 
 @of_a_liar
 def decline_without_a_key(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(EnginePublications, "check_key", lambda self, number, key: None)
+    patch.setattr(Engine, "check_key", lambda self, number, key: None)
 
 
 @of_a_liar
@@ -451,7 +448,7 @@ def a_publication_that_an_operator_has_aborted_is_revived(patch: pytest.MonkeyPa
     """By a repeated step."""
     original = sources.Sources._touch
 
-    def touch(self: sources.Sources, engine: EnginePublications, publication: PublicationRecord, now: float) -> None:
+    def touch(self: sources.Sources, engine: Engine, publication: PublicationRecord, now: float) -> None:
         original(self, engine, publication, now)
         if publication.stage is PublicationStage.ENDING and publication.complete:
             self._records.move(publication, PublicationStage.PUBLISHED, now)
@@ -494,7 +491,7 @@ def a_decline_that_came_first_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 @of_a_router
 def reads_wait_for_a_source_that_is_gone(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(blocks, "_living", lambda home, named: named)
+    patch.setattr(read_blocks, "_living", lambda home, named: named)
 
 
 @of_a_router
@@ -542,7 +539,7 @@ def an_impostor_under_the_same_name_ends_the_wait(patch: pytest.MonkeyPatch) -> 
 
 
 def _arrive_undeclined(
-    self: sources.Sources, engine: EnginePublications, publication: PublicationRecord, step: PublicationStep, now: float
+    self: sources.Sources, engine: Engine, publication: PublicationRecord, step: PublicationStep, now: float
 ) -> None:
     publication.request_id, publication.router_key = step.request_id, step.router_key
     publication.final_at = now + self._times.final

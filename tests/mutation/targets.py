@@ -170,12 +170,9 @@ TARGETS: dict[str, Target] = {
     "server/kvferry_server/domain/records.py": Target(LESSOR),
     "server/kvferry_server/domain/publications.py": Target(LESSOR),
     "server/kvferry_server/domain/steps.py": Target(LESSOR),
-    "server/kvferry_server/domain/engine_publications.py": Target(
-        LESSOR, {"EnginePublications.live_until: 0.0 -> 1.0": BEFORE_ANY}
-    ),
-    "server/kvferry_server/domain/engine.py": Target(LESSOR),
+    "server/kvferry_server/domain/engine.py": Target(LESSOR, {"Engine.live_until: 0.0 -> 1.0": BEFORE_ANY}),
     "server/kvferry_server/domain/registry.py": Target(LESSOR),
-    "server/kvferry_server/domain/budgets.py": Target((SHARES, MODEL)),
+    "server/kvferry_server/domain/limits.py": Target((SHARES, MODEL)),
     "server/kvferry_server/domain/registrations.py": Target(
         LESSOR,
         {
@@ -191,8 +188,8 @@ TARGETS: dict[str, Target] = {
             "_rank_difference(other.geometry, one.geometry)": BOTH_WAYS_ROUND,
         },
     ),
-    "server/kvferry_server/home/blocks.py": Target((READ_BLOCKS, BOUNDS, MODEL)),
-    "server/kvferry_server/home/watch.py": Target((STREAMS, BOUNDS, MODEL)),
+    "server/kvferry_server/servicers/read_blocks.py": Target((READ_BLOCKS, BOUNDS, MODEL)),
+    "server/kvferry_server/servicers/watch.py": Target((STREAMS, BOUNDS, MODEL)),
     "server/kvferry_server/servicers/notify.py": Target((FEEDS, MODEL)),
     "client/kvferry/_control/reader_lease.py": Target((LEASE, MODEL)),
     "client/kvferry/_control/acquisition.py": Target((ACQUISITION, AGAIN, CONTROL)),

@@ -20,7 +20,7 @@ from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.publications import Lease, PublicationRecord
 from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankOutcome, RankReport, ReadKey, ReportAnswer
-from kvferry_server.domain.records import Records
+from kvferry_server.domain.records import Changed, Records
 from kvferry_server.domain.registrations import Registration
 from kvferry_server.domain.registry import Registry
 from kvferry_server.domain.sources import Sources
@@ -111,7 +111,7 @@ def ask(
 
 def arrived(records: Records) -> list[PublicationRecord]:
     """The publications that have arrived and whose release is not acknowledged."""
-    return [publication for listed in records.listed_publications().values() for _, publication in listed.after(None)]
+    return [publication for engine in records.engines.values() for _, publication in engine.listed.after(None)]
 
 
 def done(*ranks: int, outcome: RankOutcome = RankOutcome.DONE) -> list[RankReport]:
@@ -133,7 +133,8 @@ class Scene:
 
     def __init__(self, times: Times = TIMES, limits: Limits | None = None, recovering: bool = False) -> None:
         self.clock, self.times = FakeClock(), times
-        self.records = Records(self.clock, times, limits or Limits())
+        self.woken: list[Changed] = []
+        self.records = Records(self.clock, times, limits or Limits(), self.woken.append)
         self.sources, self.lessor = Sources(self.records), Lessor(self.records)
         self.registry = Registry(self.records)
         self.engine = self.open(P)
@@ -180,7 +181,7 @@ class Scene:
 
     def told(self) -> list[tuple[int, ReleaseOutcome | None]]:
         """Releases told since the last call."""
-        told = [numbered.event for numbered in self.feed.after(self._seen)]
+        told = [event for _, event in self.feed.after(self._seen)]
         self._seen = self.feed.sequence
         return [(event.number, event.outcome) for event in told if isinstance(event, PublicationRecord)]
 

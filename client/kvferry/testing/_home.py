@@ -12,8 +12,7 @@ import grpc.aio
 
 from kvferry._wire.channel import TlsConfig, TlsContent
 from kvferry.testing._channel import InProcessCall
-from kvferry_server.domain.clock import Clock
-from kvferry_server.domain.times import Times
+from kvferry_server.domain.times import Clock, Times
 from kvferry_server.home.home import Home
 from kvferry_server.node.guard import Guard
 from kvferry_server.node.requests import Requests

@@ -23,10 +23,9 @@ import kvferry
 from kvferry._exposition import family
 from kvferry.stats import Metric, metrics_of
 from kvferry_server.admin.node_state import CallCounts, NodeState
-from kvferry_server.domain.budgets import Budget
-from kvferry_server.domain.engine import STATES
-from kvferry_server.domain.engine_publications import EnginePublications
+from kvferry_server.domain.engine import STATES, Engine
 from kvferry_server.domain.journal import LIVE, Journal
+from kvferry_server.domain.limits import Budget
 
 Value: TypeAlias = Callable[[NodeState], Any]
 """Computes the value of a metric: a number, or numbers by the values of the labels. None: the metric is left out."""
@@ -66,15 +65,14 @@ def _oldest_pin(node: NodeState) -> float:
     return 0.0 if oldest is None else home.clock.now() - oldest.first_at
 
 
-def _by_engine(of: Callable[[EnginePublications, float], float]) -> Value:
-    """Compute a value of each engine that is not dead, from its publications and the present, by engine_id. Right after
-    a start of the home two incarnations may have one name: the larger value counts."""
+def _by_engine(of: Callable[[Engine, float], float]) -> Value:
+    """Compute a value of each engine that is not dead, from the present, by engine_id. Right after a start of the home
+    two incarnations may have one name: the larger value counts."""
 
     def found(node: NodeState) -> Mapping[str, float]:
         now, values = node.home.clock.now(), dict[str, float]()
         for engine in node.alive:
-            value = of(node.home.records.engines[engine.ref], now)
-            values[engine.ref.engine_id] = max(value, values.get(engine.ref.engine_id, 0))
+            values[engine.ref.engine_id] = max(of(engine, now), values.get(engine.ref.engine_id, 0))
         return values
 
     return found
@@ -97,16 +95,14 @@ def _budgets(node: NodeState) -> Mapping[str, tuple[int, int]]:
 
 
 def _engine_budgets(node: NodeState) -> Mapping[str, tuple[int, int]]:
-    home = node.home
-    kept = [home.records.engines.get(engine.ref) for engine in node.engines]
-    engines = [each for each in kept if each is not None]
+    engines = node.engines
     used = {
-        "waiting_reads": max((each.waiting_reads.used for each in engines), default=0),
-        "waiting_declines": max((len(each.declined) for each in engines), default=0),
-        "publications": max((each.num_arrived for each in engines), default=0),
-        "checksum_bytes": max((each.checksum_bytes for each in engines), default=0),
+        "waiting_reads": max((engine.waiting_reads.used for engine in engines), default=0),
+        "waiting_declines": max((len(engine.declined) for engine in engines), default=0),
+        "publications": max((len(engine.listed) for engine in engines), default=0),
+        "checksum_bytes": max((engine.checksum_bytes for engine in engines), default=0),
     }
-    return {name: (most, getattr(home.limits, name)) for name, most in used.items()}
+    return {name: (most, getattr(node.home.limits, name)) for name, most in used.items()}
 
 
 def _calls(node: NodeState) -> Mapping[tuple[str, str], tuple[int, int]]:
@@ -174,7 +170,7 @@ METRICS: tuple[Row, ...] = (
     _gauge(
         "engine_cache_bytes",
         "Bytes of the registered caches of an engine.",
-        _by_engine(lambda engine, _: engine.life.cache_bytes),
+        _by_engine(lambda engine, _: engine.cache_bytes),
         engine=(),
     ),
     _gauge(

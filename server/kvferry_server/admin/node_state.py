@@ -1,4 +1,4 @@
-"""What the admin listener shows of a node server: its state, and counts of its gRPC calls."""
+"""What the admin listener shows of a node server: its state, also as plain values, and counts of its gRPC calls."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
+import kvferry
 from kvferry._wire.channel import Address
 from kvferry._wire.tls_files import TlsFiles
-from kvferry.stats import Distribution, counter, histogram
+from kvferry.stats import Distribution, counter, histogram, shown
 from kvferry_server.admin.limits import LAG_POLL, OVERDUE
-from kvferry_server.domain.budgets import Budget
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.event_log import EventLog
+from kvferry_server.domain.limits import Budget
 from kvferry_server.home.home import Home
 from kvferry_server.servicers.relay import Relays
+
+Row: TypeAlias = "dict[str, Any]"
 
 BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # Of buckets of durations, in seconds
 
@@ -162,3 +165,54 @@ class NodeState:
     def count_connections(self) -> None:
         """Count the open connections. Any thread may call this."""
         self.connections = {listener.name: listener.connections() for listener in tuple(self.listeners)}
+
+
+def overview(node: NodeState) -> Row:
+    """Return the state of the whole node server, without lists that grow with its load."""
+    home, journal = node.home, node.home.journal
+    with home.turn() as now:
+        states = [engine.state for engine in node.engines]
+        oldest = next(iter(journal.pinned), None)
+        certificates = node.certificates
+        expiry, authorities = (certificates.expiry, certificates.authorities_expiry) if certificates else (None, None)
+        return {
+            "version": kvferry.__version__,
+            "epoch": home.epoch.hex(),
+            "ready": not node.why_not_ready(),
+            "why_not_ready": node.why_not_ready(),
+            "healthy": not node.why_not_healthy(),
+            "why_not_healthy": node.why_not_healthy(),
+            "draining": home.draining,
+            "uptime_s": round(time.time() - node.started_at, 3),
+            "addresses": list(node.addresses),
+            "advertise": home.advertise,
+            "certificate_ends_in_s": None if expiry is None else round(expiry - time.time()),
+            "authority_ends_in_s": None if authorities is None else round(authorities - time.time()),
+            "engines": {state: states.count(state) for state in sorted(set(states))},
+            "publications": _by_name(journal.stages),
+            "pinned": len(journal.pinned),
+            "oldest_pin_s": None if oldest is None else round(now - oldest.first_at, 3),
+            "leases": _by_name(journal.live_leases),
+            "leases_ended": _by_name(journal.ended),
+            "released": _by_name(journal.outcomes),
+            "memory_bytes": home.memory.used,
+            "limits": asdict(home.limits),
+            "settings": dict(node.settings),
+        }
+
+
+def _by_name(counts: Mapping[Any, int]) -> dict[str, int]:
+    return {shown(key): count for key, count in counts.items() if count}
+
+
+def last_reads(node: NodeState) -> list[Row]:
+    """Return the last reads that ended, oldest first; times are seconds before now."""
+    with node.home.turn() as now:
+        return [
+            {
+                **asdict(read),
+                "began_s_ago": round(now - read.granted_at, 6),
+                "ended_s_ago": round(now - read.ended_at, 6),
+            }
+            for read in node.home.journal.last_reads
+        ]

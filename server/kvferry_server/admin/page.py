@@ -13,11 +13,9 @@ from urllib.parse import urlencode
 
 from kvferry._summaries import duration, engine_row, request_row, size, transfer_row
 from kvferry.v1 import introspection_pb2 as ipb
-from kvferry_server.admin import status
 from kvferry_server.admin.limits import PAGE_SIZE
-from kvferry_server.admin.node_state import NodeState
+from kvferry_server.admin.node_state import NodeState, Row, last_reads, overview
 from kvferry_server.admin.problems import Problem, problems
-from kvferry_server.admin.status import Row
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.event_log import short
 from kvferry_server.servicers import lists
@@ -109,7 +107,7 @@ def front(node: NodeState, query: Mapping[str, str]) -> Html:
         }
         for summary in engines.engines
     ]
-    state = status.overview(node)
+    state = overview(node)
     with home.turn():
         found, left = problems(node, recovering=reads.recovering)
     pinned = state["oldest_pin_s"]
@@ -123,7 +121,7 @@ def front(node: NodeState, query: Mapping[str, str]) -> Html:
         oldest="" if pinned is None else f", the oldest for {duration(pinned)}",
         engines=shown("engines", linked, engines.next_page_token),
         legend=each('<span class="{0}">{0}</span>', ENDS),
-        timeline=_timeline(status.last_reads(node)),
+        timeline=_timeline(last_reads(node)),
         reads=shown("reads", [*map(transfer_row, reads.transfers)], reads.next_page_token),
         requests=shown("requests", [*map(request_row, requests.requests)], requests.next_page_token),
     )
@@ -133,7 +131,7 @@ def front(node: NodeState, query: Mapping[str, str]) -> Html:
 def engine_page(engine: Engine, first: int) -> Html:
     """Return the page of an engine's ranks, from `first` on. Call within a turn."""
     ref = engine.ref
-    rows, following = status.rank_rows(engine, first)
+    rows, following = _rank_rows(engine, first)
     more = f"/engine?{urlencode({'engine_id': ref.engine_id, 'first': following})}" if following else ""
     content = html(
         ENGINE,
@@ -144,6 +142,27 @@ def engine_page(engine: Engine, first: int) -> Html:
         ranks=_rows("ranks", rows, "more ranks", more),
     )
     return document(f"engine {ref.engine_id}", content)
+
+
+def _rank_rows(engine: Engine, first: int) -> tuple[list[Row], int]:
+    """Return a page of an engine's ranks from `first` on, and the first rank of the next page; 0: it is the last."""
+    rows: list[Row] = []
+    following = first + PAGE_SIZE
+    for rank in range(first, min(following, engine.num_ranks)):
+        registration = engine.ranks.get(rank)
+        state = "missing" if registration is None else "lost" if rank in engine.lost_ranks else "registered"
+        rows.append(
+            {
+                "Rank": rank,
+                "State": state,
+                "Labels": "" if registration is None else registration.geometry.label,
+                "Planes": 0 if registration is None else len(registration.geometry.planes),
+                "Cache": "" if registration is None else size(registration.cache_bytes),
+                "Node": engine.nodes.get(rank, ""),
+                "Watched": "yes" if rank in engine.watched_ranks else "no",
+            }
+        )
+    return rows, following if following < engine.num_ranks else 0
 
 
 def state_page(state: Row) -> Html:

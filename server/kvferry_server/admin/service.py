@@ -25,9 +25,9 @@ from kvferry._summaries import as_dict
 from kvferry._wire.channel import Address
 from kvferry.errors import KvferryError
 from kvferry.v1 import introspection_pb2 as ipb
-from kvferry_server.admin import limits, page, status
+from kvferry_server.admin import limits, page
 from kvferry_server.admin.metrics import NodeCollector
-from kvferry_server.admin.node_state import NodeState
+from kvferry_server.admin.node_state import NodeState, last_reads, overview
 from kvferry_server.home.home import Home
 from kvferry_server.servicers import lists
 
@@ -137,7 +137,7 @@ class AdminService(AdminListener):
             "/statusz/engines": self._in_turn(_listed(node, lists.engines, ipb.ListEnginesRequest)),
             "/statusz/requests": self._in_turn(_listed(node, lists.requests, ipb.ListRequestsRequest)),
             "/statusz/reads": self._in_turn(_listed(node, lists.transfers, ipb.ListTransfersRequest)),
-            "/statusz/last-reads": self._in_turn(lambda _: _json({"reads": status.last_reads(node)})),
+            "/statusz/last-reads": self._in_turn(lambda _: _json({"reads": last_reads(node)})),
             "/engine": self._in_turn(self._engine),
         }
 
@@ -206,7 +206,7 @@ class AdminService(AdminListener):
         return made
 
     def _state(self, query: Query) -> Answer:
-        state = status.overview(self._node)
+        state = overview(self._node)
         return _json(state) if query.get("format") == "json" else _page(page.state_page(state))
 
     def _engine(self, query: Query) -> Answer:

@@ -84,16 +84,6 @@ class ChecksumPage:
         return ChecksumPage(self.rank, self.plane, both, self.indexes[chosen], sums)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ChecksumQuery:
-    """A reader's query for the checksums of some blocks and units of planes of one rank; `indexes` rise."""
-
-    rank: int
-    planes: tuple[str, ...]
-    units: Interval
-    indexes: Indexes
-
-
 @dataclass(slots=True, eq=False)
 class Checksums:
     """The checksums of one publication. Not thread-safe; its pages may be read in any thread."""
@@ -122,8 +112,9 @@ class Checksums:
         self._pages.setdefault((page.rank, page.plane), []).append(page)
         self.size += page.size
 
-    def pages(self, query: ChecksumQuery) -> Sequence[ChecksumPage]:
-        return tuple(page for plane in query.planes for page in self._pages.get((query.rank, plane), ()))
+    def pages(self, rank: int, planes: Iterable[str]) -> Sequence[ChecksumPage]:
+        """Return the pages of a rank's planes, each once."""
+        return tuple(page for plane in dict.fromkeys(planes) for page in self._pages.get((rank, plane), ()))
 
     def clear(self) -> int:
         """Drop all pages. Returns the bytes that they took, estimated."""

@@ -12,8 +12,8 @@ import logging
 import re
 from collections.abc import Mapping
 
-from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.times import Clock
 
 # In so many seconds an event is written at most so many times; the next one written has the number left out.
 WINDOW, MOST_IN_WINDOW = 10.0, 20

@@ -38,8 +38,8 @@ class RouterKey:
 
 @dataclass(frozen=True, slots=True)
 class RouterReference:
-    """A reference that a router made: the source, as the router named it, and the router's key."""
+    """A reference that a router made."""
 
-    engine_id: str
-    data_parallel_rank: int
+    home: str  # the address in the reference
+    engine_ids: tuple[str, ...]  # names that the source may have
     router_key: RouterKey

@@ -17,12 +17,12 @@ from functools import partial
 
 from kvferry._wire.outcomes import MissReason, ReleaseOutcome
 from kvferry.stats import Distribution, counter, gauge, histogram, shown
-from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.event_log import EventLog, engine_fields, short
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.questions import Question, QuestionOutcome
 from kvferry_server.domain.reads import LeaseState, RevokeReason, Verdict
+from kvferry_server.domain.times import Clock
 
 LAST_READS = 100  # Ended reads that are kept, even after their records are forgotten
 
@@ -162,7 +162,7 @@ class Journal:
         self.questions[outcome] += 1
         if self.events.writes(logging.DEBUG):
             ended = {"question": question.number, "outcome": outcome.name, "reason": _name(question.why)}
-            named = {**engine_fields(question.source), **ended, **_reader_fields(question.asker)}
+            named = {**engine_fields(question.source), **ended, **_reader_fields(question.ask.asker)}
             self.events.write(logging.DEBUG, "question_ended", {**named, "lasted_s": now - question.asked_at})
 
     # Leases.

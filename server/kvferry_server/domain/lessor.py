@@ -12,10 +12,9 @@ from dataclasses import replace
 
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import BadReference, LeaseEnded, PublicationAborted, ServerDraining
-from kvferry_server.domain.budgets import check_budget
-from kvferry_server.domain.engine_publications import EnginePublications
+from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.identity import NOBODY, EngineRef, Names
-from kvferry_server.domain.limits import check_limit
+from kvferry_server.domain.limits import check_budget, check_limit
 from kvferry_server.domain.publications import (
     PUBLICATION_BYTES,
     Lease,
@@ -101,7 +100,7 @@ class Lessor:
         if lease.live and lease.revoked is None:
             publication = lease.publication
             engine = self._records.of_engine(publication.source)
-            if engine.life.lost_ranks and publication.stage is not PublicationStage.AWAITED:
+            if engine.lost_ranks and publication.stage is not PublicationStage.AWAITED:
                 # The reader's network card reports no lost rank. A rank that is back before the renewal lost nothing.
                 self._records.revoke_lease(lease, RevokeReason.SOURCE_LOST)
             elif not self._records.draining:
@@ -203,7 +202,7 @@ class Lessor:
         publication.awaited_until = now + self._times.max_wait
         self._records.reschedule(publication)
 
-    def _still_published(self, engine: EnginePublications, number: int, now: float) -> PublicationRecord:
+    def _still_published(self, engine: Engine, number: int, now: float) -> PublicationRecord:
         """Return a publication that is complete and not released, so that its bytes have not changed."""
         # The publish may be a late one, of a publication that was released before this home started: then the snapshot
         # does not name it.
@@ -211,9 +210,9 @@ class Lessor:
         publication = self._records.unreleased(engine, number, now)
         if now >= publication.final_at:
             raise publication.refusal()
-        if engine.life.dead or engine.life.gone or engine.life.lost_ranks:
+        if engine.dead or engine.gone or engine.lost_ranks:
             raise PublicationAborted(
-                f"{publication}: its source is lost", engine_id=engine.source.engine_id, publication=number
+                f"{publication}: its source is lost", engine_id=engine.ref.engine_id, publication=number
             )
         return publication
 
@@ -221,9 +220,9 @@ class Lessor:
         if not secrets.compare_digest(publication.hint_digest, digest):
             raise BadReference(f"{publication}: this is not the hint in the reference that its source made")
 
-    def _extend(self, lease: Lease, engine: EnginePublications, now: float) -> bool:
+    def _extend(self, lease: Lease, engine: Engine, now: float) -> bool:
         """Extend a live lease to a ttl from now, within its limits. Returns whether its engine is live."""
-        publication, live = lease.publication, engine.life.watched
+        publication, live = lease.publication, engine.watched
         awaited = publication.stage is PublicationStage.AWAITED
         latest = lease.granted_at + self._times.max_wait if awaited else publication.final_at
         if live:
@@ -243,12 +242,12 @@ class Lessor:
         return lease, now
 
     def _add_lease(
-        self, engine: EnginePublications, publication: PublicationRecord | None, request: LeaseRequest, now: float
+        self, engine: Engine, publication: PublicationRecord | None, request: LeaseRequest, now: float
     ) -> Lease:
         """Add a lease on a publication; None: on an awaited publication without a record, which is added too. Raises
         `LimitReached` if there is no room."""
         retry_after = self._times.ttl
-        check_budget("leases", self._records.lease_budget, engine.source, retry_after)
+        check_budget("leases", self._records.lease_budget, engine.ref, retry_after)
         size = lease_bytes(request.parties)
         if publication is not None:
             check_limit("reads", len(publication.reads), self._limits.reads, retry_after)
@@ -256,10 +255,10 @@ class Lessor:
             size += PUBLICATION_BYTES
         if publication is None or publication.stage is PublicationStage.AWAITED:
             check_budget("waiting_reads", engine.waiting_reads, request.holder, retry_after)
-        self._memory.check(engine.source, size)
+        self._memory.check(engine.ref, size)
         if publication is None:
             publication = self._records.add_awaited(engine, request.read.publication)
-        times = engine.life.times
+        times = engine.times
         expires = min(now + times.ttl, publication.final_at)
         lease = Lease(secrets.token_bytes(16), next(self._lease_numbers), request, publication, times, now, expires)
         self._expect(publication, request)

@@ -15,15 +15,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Hashable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvferry._wire.outcomes import MissReason
 from kvferry.errors import PrefixMiss
-from kvferry_server.domain.budgets import Budget, MemoryBudget, check_budget
-from kvferry_server.domain.deadline_queue import NEVER
 from kvferry_server.domain.identity import EngineRef, RouterKey
-from kvferry_server.domain.limits import MAX_QUESTIONS
-from kvferry_server.domain.times import ENDED_KEPT
+from kvferry_server.domain.limits import MAX_QUESTIONS, Budget, MemoryBudget, check_budget
+from kvferry_server.domain.times import ENDED_KEPT, NEVER
 
 QUESTION_BYTES = 4096  # Bytes that a question takes in memory beside its prompt, until it is forgotten; estimated
 
@@ -42,6 +40,7 @@ class Ask:
     """A reader's call that asks an engine."""
 
     router_key: RouterKey
+    # Of an ended question these two are empty: the prompt may be large.
     reference: str = field(repr=False)  # has the key
     prompt: bytes = field(repr=False)  # the encoded `Prompt`: only asker and source look into it
     first_token: int  # the first that the asker lacks
@@ -66,13 +65,9 @@ class Question:
 
     source: EngineRef
     number: int  # rising per start of the home
-    router_key: RouterKey
-    asker: EngineRef
-    holder: Hashable  # in budgets
+    ask: Ask
     asked_at: float
-    deadline: float
-    asked: Ask | None = field(repr=False)  # None once the question has ended: the prompt may be large
-    asked_memory: ExitStack = field(repr=False)  # holds the memory of `asked`
+    ask_memory: ExitStack = field(repr=False)  # holds the memory of what `ask` has until the question ends
     memory: ExitStack = field(repr=False)  # holds the memory of all else
     outcome: QuestionOutcome | None = None  # None while the question is open
     why: MissReason | None = None  # what the source said, if it missed
@@ -82,6 +77,10 @@ class Question:
     @property
     def open(self) -> bool:
         return self.outcome is None
+
+    @property
+    def deadline(self) -> float:
+        return self.asked_at + self.ask.wait
 
     def due(self) -> float:
         """When the question ends, or its end is forgotten."""
@@ -130,21 +129,11 @@ class EngineQuestions:
         """Add a question. Raises `LimitReached` if the engine has too many, or its asker, or there is no memory."""
         check_budget("questions", self._places, ask.holder, ENDED_KEPT)
         with self._memory.hold(ask.holder, ask.host, QUESTION_BYTES) as held:
-            asked_memory = self._memory.hold(ask.holder, ask.host, ask.size)
+            ask_memory = self._memory.hold(ask.holder, ask.host, ask.size)
             memory = held.pop_all()
         self._places.take(ask.holder)
-        question = self._by_key[ask.router_key] = self._open[number] = Question(
-            source=self._source,
-            number=number,
-            router_key=ask.router_key,
-            asker=ask.asker,
-            holder=ask.holder,
-            asked_at=now,
-            deadline=now + ask.wait,
-            asked=ask,
-            asked_memory=asked_memory,
-            memory=memory,
-        )
+        question = Question(self._source, number, ask, now, ask_memory, memory)
+        self._by_key[ask.router_key] = self._open[number] = question
         return question
 
     def end(self, question: Question, outcome: QuestionOutcome, why: MissReason | None, now: float) -> None:
@@ -152,21 +141,22 @@ class EngineQuestions:
         place until it is forgotten: an asker that withdraws, or waits for moments only, cannot send a source questions
         without end."""
         del self._open[question.number]
-        question.outcome, question.why, question.asked = outcome, why, None
-        question.asked_memory.close()
+        question.outcome, question.why = outcome, why
+        question.ask = replace(question.ask, reference="", prompt=b"")
+        question.ask_memory.close()
         question.forget_at = now + ENDED_KEPT
         if outcome is QuestionOutcome.ANSWERED:
             self.forget(question)
         elif outcome is QuestionOutcome.MISSED:
-            self._places.give(question.holder)
+            self._places.give(question.ask.holder)
 
     def forget(self, question: Question) -> None:
         """Forget a question that has ended."""
-        del self._by_key[question.router_key]
+        del self._by_key[question.ask.router_key]
         question.forget_at = NEVER
         question.memory.close()
         if question.outcome is not QuestionOutcome.MISSED:
-            self._places.give(question.holder)
+            self._places.give(question.ask.holder)
 
     def close(self) -> None:
         """Forget all questions, which have ended: the engine is gone."""

@@ -78,20 +78,15 @@ class LeaseRequest:
     expected_reads: int = 0  # reads that the publication will get; 0: as its source stated
     names: Names = NOBODY  # the names in the caller's certificate
     host: str = ""  # the host the call came from; empty if unknown
+    # The reference if a router made it: the call waits for a publication under the router's key, and source,
+    # publication and its own key are filled in once they are known.
+    routed: RouterReference | None = None
 
     @property
     def holder(self) -> Hashable:
         """The holder in budgets for readers: the host, because readers choose their own names; the reader if its host
         is unknown."""
         return self.host or self.read.reader
-
-
-@dataclass(frozen=True, slots=True)
-class RoutedRequest:
-    """A reader's call with a reference that a router made: the call waits for a publication under the router's key."""
-
-    reference: RouterReference
-    request: LeaseRequest  # incarnation, publication and its own key are filled in once they are known
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,26 +8,23 @@ place, and every end of a question through `end_question`:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from kvferry._wire.outcomes import MissReason, ReleaseOutcome
 from kvferry.errors import EngineUnknown, HomeRecovering
-from kvferry_server.domain.budgets import Budget, MemoryBudget
-from kvferry_server.domain.clock import Clock
-from kvferry_server.domain.deadline_queue import NEVER, DeadlineQueue
-from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.engine_publications import NUMBER_BYTES, EnginePublications
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain.engine import NUMBER_BYTES, Engine
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.journal import Journal
-from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Limits
+from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Budget, Limits, MemoryBudget
 from kvferry_server.domain.ordered import Ordered
 from kvferry_server.domain.publications import PUBLICATION_BYTES, Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.questions import Question, QuestionOutcome
 from kvferry_server.domain.reads import LeaseState, ReadKey, RevokeReason
 from kvferry_server.domain.router_keys import RouterKeys, WaitingRead
-from kvferry_server.domain.times import Times
-from kvferry_server.domain.watch_feed import Feed, RankLost
+from kvferry_server.domain.times import NEVER, Clock, DeadlineQueue, Times
+from kvferry_server.domain.watch_feed import Event, Feed
 
 Changed: TypeAlias = PublicationRecord | WaitingRead | Feed
 """A publication, a read under a router's key, or a feed, whose waiting calls must look for news again."""
@@ -38,17 +35,20 @@ class Records:
 
     Every public call of `Sources` and `Lessor` first calls `advance`, so that a lease is live exactly until its time,
     however late the home's timer is. The home's other parts share `clock`, `times`, `limits`, `memory` and `journal`,
-    and when it `started`.
+    and when it `started`. `wake` is called with what has changed; its waiting calls must not go on before the present
+    call has ended.
     """
 
-    def __init__(self, clock: Clock, times: Times, limits: Limits) -> None:
-        self.clock, self.times, self.limits = clock, times, limits
+    def __init__(
+        self, clock: Clock, times: Times, limits: Limits, wake: Callable[[Changed], None] = lambda _: None
+    ) -> None:
+        self.clock, self.times, self.limits, self.wake = clock, times, limits, wake
         self.started = clock.now()
         # From then on every lease without a record here has ended: leases from before a restart last for a max_ttl.
         self.knows_all_leases_from = self.started + times.max_ttl
         self.memory = MemoryBudget(limits.memory, limits.engine_memory, times.renew_every)
         self.journal = Journal(clock)
-        self.engines: dict[EngineRef, EnginePublications] = {}
+        self.engines: dict[EngineRef, Engine] = {}
         # The live leases, and the ended ones whose outcome is kept. The duration of a look-up by lease_id reveals
         # nothing about other ids: a dictionary compares a keyed hash of the whole id first.
         self.leases_by_id: dict[bytes, Lease] = {}
@@ -60,7 +60,6 @@ class Records:
         self.lease_budget = Budget(limits.leases)  # By source
         # Nothing is granted, renewed or accepted any more; reports, cancels and acknowledgements go on.
         self.draining = False
-        self.changes: list[Changed] = []
         self._publication_deadlines: DeadlineQueue[PublicationRecord] = DeadlineQueue()
         self._lease_deadlines: DeadlineQueue[Lease] = DeadlineQueue()
         self._question_deadlines: DeadlineQueue[Question] = DeadlineQueue()
@@ -82,30 +81,26 @@ class Records:
         leases, publications = self._lease_deadlines.next_deadline(), self._publication_deadlines.next_deadline()
         return min(leases, publications, self._question_deadlines.next_deadline())
 
-    def take_changes(self) -> list[Changed]:
-        changes, self.changes = self.changes, []
-        return changes
-
     # Looking up.
 
-    def begin(self, source: EngineRef) -> tuple[EnginePublications, float]:
+    def begin(self, source: EngineRef) -> tuple[Engine, float]:
         """Act on what is due; return an engine's publications and the present. Raises `EngineUnknown`."""
         now = self.advance()
         return self.of_engine(source), now
 
-    def begin_with(self, source: EngineRef, number: int) -> tuple[EnginePublications, PublicationRecord | None, float]:
+    def begin_with(self, source: EngineRef, number: int) -> tuple[Engine, PublicationRecord | None, float]:
         """Return, beside what `begin` does, the engine's publication of this number, as `publication` does."""
         engine, now = self.begin(source)
         return engine, self.publication(engine, number, now), now
 
-    def of_engine(self, source: EngineRef) -> EnginePublications:
+    def of_engine(self, source: EngineRef) -> Engine:
         """Return the publications of an engine; raises `EngineUnknown`."""
         engine = self.engines.get(source)
         if engine is None:
             raise EngineUnknown(f"this home has no {source}", engine_id=source.engine_id)
         return engine
 
-    def publication(self, engine: EnginePublications, number: int, now: float) -> PublicationRecord | None:
+    def publication(self, engine: Engine, number: int, now: float) -> PublicationRecord | None:
         """Return a publication of an engine as of the present, even if `advance` has not acted on its deadline yet.
         Leases on it whose deadline `advance` has not acted on still count as live: the publication stays held or pinned
         for a moment longer."""
@@ -114,7 +109,7 @@ class Records:
             self._on_publication_due(publication, now)
         return engine.publications.get(number)
 
-    def unreleased(self, engine: EnginePublications, number: int, now: float) -> PublicationRecord:
+    def unreleased(self, engine: Engine, number: int, now: float) -> PublicationRecord:
         """Return a publication that has arrived and is not released, so that it may have readers. Raises
         `PublicationStale` or `PublicationReleased` if there is none with this number any more, and `HomeRecovering` if
         it has not arrived yet, or the source's snapshot may have it."""
@@ -123,8 +118,8 @@ class Records:
             engine.check_recovered()
             engine.check_may_arrive(number, now)
             # A scheduler and its ranks call the home concurrently.
-            problem = f"publication {number} of {engine.source} has not arrived yet"
-            raise HomeRecovering(problem, engine_id=engine.source.engine_id)
+            problem = f"publication {number} of {engine.ref} has not arrived yet"
+            raise HomeRecovering(problem, engine_id=engine.ref.engine_id)
         if publication.stage is PublicationStage.RELEASED:
             raise publication.refusal()
         return publication
@@ -160,30 +155,10 @@ class Records:
         """Whether a live lease pins blocks. A lease on a publication that has not arrived pins none."""
         return any(lease.live and lease.publication.stage is not PublicationStage.AWAITED for lease in self.leases())
 
-    def listed_publications(self) -> Mapping[EngineRef, Ordered[PublicationRecord]]:
-        """Return the publications that have arrived and whose release is not acknowledged, by incarnation and number,
-        for listings that need only a few of them."""
-        return {source: engine.listed for source, engine in self.engines.items()}
-
-    def listed_reads(self) -> Mapping[EngineRef, Ordered[Lease | WaitingRead]]:
-        """Return `leases`, and the reads that wait under a router's key, by incarnation of the source and by the
-        numbers of publication and lease."""
-        return self.reads_by_source
-
-    def counts(self, source: EngineRef) -> tuple[int, int]:
-        """Return the numbers of unreleased publications of an incarnation and of live leases on them."""
-        engine = self.engines.get(source)
-        return (len(engine.pinned), engine.live_leases) if engine else (0, 0)
-
     def released(self, source: EngineRef) -> list[PublicationRecord]:
         """Return the released publications that their source has not acknowledged."""
         found = self.of_engine(source).publications.values()
         return [publication for publication in found if publication.stage is PublicationStage.RELEASED]
-
-    def others_until(self, engine: EngineRef) -> float:
-        """When the last lease on other incarnations of the same engine_id ends; 0 without any."""
-        others = (ref for ref in self.engines if ref.engine_id == engine.engine_id and ref != engine)
-        return max((self.engines[ref].live_until() for ref in others), default=0.0)
 
     # Adding.
 
@@ -196,15 +171,17 @@ class Records:
         if not listed:
             del self.reads_by_source[source]
 
-    def open(self, life: Engine, secret: bytes) -> None:
+    def open(self, ref: EngineRef, secret: bytes) -> Engine:
         """Note that an incarnation is alive. One without records here must send its snapshot."""
-        if life.ref in self.engines:
+        engine = self.engines.get(ref)
+        if engine is not None:
             # It was gone, but leases on its publications are live.
-            self.engines[life.ref].life = life
-            return
-        leases, waits = Budget(self.limits.waiting_reads), Budget(self.limits.waiting_reads)
-        router_keys = RouterKeys(life.ref, self.memory, waits, Budget(self.limits.waiting_declines))
-        self.engines[life.ref] = EnginePublications(life, secret, leases, router_keys)
+            engine.begin_again()
+            return engine
+        router_keys = RouterKeys(ref, self.memory, self.limits)
+        engine = Engine(ref, self.times, secret, Budget(self.limits.waiting_reads), router_keys)
+        self.engines[ref] = engine
+        return engine
 
     def add_lease(self, lease: Lease) -> None:
         publication = lease.publication
@@ -222,19 +199,19 @@ class Records:
         self._lease_deadlines.put(lease)
         self.journal.lease_granted(lease)
 
-    def add_awaited(self, engine: EnginePublications, number: int) -> PublicationRecord:
-        publication = engine.publications[number] = PublicationRecord(engine.source, number)
-        self.memory.take(engine.source, PUBLICATION_BYTES)
+    def add_awaited(self, engine: Engine, number: int) -> PublicationRecord:
+        publication = engine.publications[number] = PublicationRecord(engine.ref, number)
+        self.memory.take(engine.ref, PUBLICATION_BYTES)
         self.journal.moved(publication, None, self.clock.now())
         return publication
 
-    def arrive(self, engine: EnginePublications, publication: PublicationRecord, now: float) -> None:
+    def arrive(self, engine: Engine, publication: PublicationRecord, now: float) -> None:
         """Note that an awaited publication has arrived: its number is now in use, and afterwards stale for ever."""
         numbers = engine.numbers_size
         engine.see(publication.number, now)
         engine.listed.add((publication.number,), publication)
         engine.pinned[publication] = None
-        self.memory.take(engine.source, engine.numbers_size - numbers)
+        self.memory.take(engine.ref, engine.numbers_size - numbers)
         for lease in publication.leases:
             engine.waiting_reads.give(lease.request.holder)
         publication.first_at = now
@@ -250,25 +227,20 @@ class Records:
         """Note that one of a publication's deadlines may have moved earlier."""
         self._publication_deadlines.put(publication)
 
-    def changed(self, changed: Changed) -> None:
-        """Note that the calls that wait for a publication, read or feed must look again."""
-        self.changes.append(changed)
-
-    def add_question(self, engine: EnginePublications, question: Question) -> None:
+    def add_question(self, engine: Engine, question: Question) -> None:
         self._question_deadlines.put(question)
-        if engine.life.scheduler is not None:
-            engine.life.scheduler.ask(question)
-            self.changed(engine.life.scheduler)
+        self.tell(engine, question)
 
-    def tell(self, life: Engine, event: PublicationRecord | RankLost) -> None:
+    def tell(self, engine: Engine, event: Event) -> None:
         """Add an event to the Watch of an engine's scheduler."""
-        if life.scheduler is not None:
-            life.scheduler.push(event)
-            self.changed(life.scheduler)
+        if engine.scheduler is not None:
+            engine.scheduler.push(event)
+            self.wake(engine.scheduler)
 
-    def wake_waiting(self, engine: EnginePublications, name: str | None = None) -> None:
-        """Note that the reads that wait for this router key (None: for any of the engine's) must look again."""
-        self.changes.extend(engine.router_keys.who_waits(name))
+    def wake_waiting(self, engine: Engine, name: str | None = None) -> None:
+        """Let the reads that wait for this router key (None: for any of the engine's) look again."""
+        for waiting in engine.router_keys.who_waits(name):
+            self.wake(waiting)
 
     # Ending.
 
@@ -290,7 +262,7 @@ class Records:
         if not publication.leases:
             # The publication is held again for a retry elsewhere.
             publication.hold_until = now + publication.hold
-        self.changed(publication)
+        self.wake(publication)
         self.end_if_read(publication, now)
         self._settle(publication, now)
 
@@ -301,17 +273,15 @@ class Records:
         now = self.clock.now()
         engine.router_keys.questions.end(question, outcome, why, now)
         self.journal.question_ended(question, outcome, now)
-        if engine.life.scheduler is not None:
-            engine.life.scheduler.end_question(question.number)
-            self.changed(engine.life.scheduler)
-        self.wake_waiting(engine, question.router_key.name)
+        self.tell(engine, pb.QuestionEnded(number=question.number))
+        self.wake_waiting(engine, question.ask.router_key.name)
 
-    def end_questions(self, engine: EnginePublications) -> None:
+    def end_questions(self, engine: Engine) -> None:
         """End all open questions to an engine, which cannot answer any more."""
         for question in engine.router_keys.questions.open():
             self.end_question(question, QuestionOutcome.UNANSWERED)
 
-    def end_all(self, engine: EnginePublications, reason: RevokeReason) -> None:
+    def end_all(self, engine: Engine, reason: RevokeReason) -> None:
         """End all publications of an engine that is dead or gone. Live leases end at the time they had anyway; their
         readers get the reason."""
         # First: the record of an engine that is gone ends with its last publication, which may be due now.
@@ -321,7 +291,7 @@ class Records:
         for publication in list(engine.publications.values()):
             self.abort(publication, reason, now)
             unasked = publication.stage is PublicationStage.AWAITED and not publication.leases
-            if unasked or (publication.stage is PublicationStage.RELEASED and engine.life.gone):
+            if unasked or (publication.stage is PublicationStage.RELEASED and engine.gone):
                 self.forget(publication)
         self.close_if_empty(engine)
 
@@ -337,7 +307,7 @@ class Records:
         publication.outcome = outcome
         self.engines[publication.source].declined.discard(publication)
         self.move(publication, PublicationStage.ENDING, now)
-        self.changed(publication)
+        self.wake(publication)
         self._settle(publication, now)
 
     def abort(self, publication: PublicationRecord, reason: RevokeReason, now: float) -> None:
@@ -352,13 +322,13 @@ class Records:
             lease.revoked = reason
         if unrevoked:
             self.journal.revoked(publication, reason)
-        self.changed(publication)
+        self.wake(publication)
 
     def revoke_lease(self, lease: Lease, reason: RevokeReason) -> None:
         """Mark a lease as not renewable, as `revoke` does with all of a publication."""
         if lease.live:
             lease.revoked = lease.revoked or reason
-            self.changed(lease.publication)
+            self.wake(lease.publication)
 
     def forget(self, publication: PublicationRecord) -> None:
         if publication.stage is PublicationStage.FORGOTTEN:
@@ -378,21 +348,21 @@ class Records:
                 engine.forgotten.add(publication.number)
                 size -= NUMBER_BYTES
         self.move(publication, PublicationStage.FORGOTTEN, self.clock.now())
-        self.memory.give(engine.source, size)
+        self.memory.give(engine.ref, size)
         self.close_if_empty(engine)
 
-    def close_below(self, engine: EnginePublications, high_water: int) -> None:
+    def close_below(self, engine: Engine, high_water: int) -> None:
         """Accept no further publication with a number up to `high_water`: the source has named all that it holds."""
         numbers = engine.numbers_size
         engine.close_below(high_water)
-        self.memory.take(engine.source, engine.numbers_size - numbers)
+        self.memory.take(engine.ref, engine.numbers_size - numbers)
 
-    def close_if_empty(self, engine: EnginePublications) -> None:
+    def close_if_empty(self, engine: Engine) -> None:
         """Forget an incarnation that is gone and has no publications left."""
-        if engine.life.gone and not engine.publications and engine.source in self.engines:
-            del self.engines[engine.source]
+        if engine.gone and not engine.publications and engine.ref in self.engines:
+            del self.engines[engine.ref]
             engine.router_keys.close()
-            self.memory.give(engine.source, engine.numbers_size)
+            self.memory.give(engine.ref, engine.numbers_size)
 
     def _as_of(self, lease: Lease | None, now: float) -> Lease | None:
         if lease is None:
@@ -418,10 +388,10 @@ class Records:
         self.move(publication, PublicationStage.RELEASED, now)
         engine.unpin(publication)
         checksum_bytes = publication.checksums.clear()
-        self.memory.give(engine.source, publication.size + checksum_bytes)
+        self.memory.give(engine.ref, publication.size + checksum_bytes)
         publication.drop_steps()
         engine.checksum_bytes -= checksum_bytes
-        if engine.life.gone:
+        if engine.gone:
             # No process acknowledges this release: the blocks belong to the new incarnation, which waited for
             # `reuse_after`.
             self.forget(publication)
@@ -430,7 +400,7 @@ class Records:
 
     def _tell_released(self, publication: PublicationRecord, now: float) -> None:
         publication.tell_again_at = now + self.times.max_ttl
-        self.tell(self.engines[publication.source].life, publication)
+        self.tell(self.engines[publication.source], publication)
 
     def _on_lease_due(self, lease: Lease, now: float) -> None:
         if lease.live:
@@ -455,7 +425,7 @@ class Records:
 
     def _on_publication_due(self, publication: PublicationRecord, now: float) -> None:
         if publication.stage is PublicationStage.RELEASED:
-            if self.engines[publication.source].life.watched:
+            if self.engines[publication.source].watched:
                 self._tell_released(publication, now)
             publication.tell_again_at = now + self.times.max_ttl
         elif publication.grantable:

@@ -26,55 +26,20 @@ from kvferry.errors import (
     PeerRestarted,
     WrongSession,
 )
-from kvferry_server.domain.budgets import Budget, check_budget
-from kvferry_server.domain.deadline_queue import DeadlineQueue
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.engine_description import EngineDescription
 from kvferry_server.domain.event_log import short
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.journal import UNIX_PEER
-from kvferry_server.domain.limits import check_limit
+from kvferry_server.domain.limits import Budget, check_budget, check_limit
 from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.records import Records
 from kvferry_server.domain.registrations import Registration, check_same, engine_difference, first_difference
 from kvferry_server.domain.steps import check_step
-from kvferry_server.domain.times import RECOVERING_RETRY_AFTER
+from kvferry_server.domain.times import RECOVERING_RETRY_AFTER, DeadlineQueue
 from kvferry_server.domain.watch_feed import Process
 
 REPLACED = "was replaced by another incarnation"
-
-
-class _Retired:
-    """Incarnations that ended for good, and are refused for `lasts` seconds, so that a delayed message cannot evict the
-    live incarnation (PROTOCOL, Identities).
-
-    At most `most` are kept of those that their engines have retired themselves, of which a host gets at most as many as
-    stay free: otherwise a peer that opens and retires incarnations without end would fill the memory.
-    """
-
-    def __init__(self, lasts: float, most: int) -> None:
-        self._lasts = lasts
-        self._by_host = Budget(most)
-        # The end of each refusal, rising, and the host that it counts for.
-        self._until: dict[EngineRef, tuple[float, str | None]] = {}
-
-    def add(self, ref: EngineRef, now: float, host: str | None = None) -> None:
-        """Refuse an incarnation from now on. It counts for a host, unless that is None; raises `LimitReached` if the
-        host has retired too many."""
-        if host is not None:
-            check_budget("retired", self._by_host, host, self._lasts)
-            self._by_host.take(host)
-        self._until[ref] = now + self._lasts, host
-
-    def has(self, ref: EngineRef, now: float) -> bool:
-        while self._until:
-            first, (until, host) = next(iter(self._until.items()))
-            if until > now:
-                break
-            del self._until[first]
-            if host is not None:
-                self._by_host.give(host)
-        return ref in self._until
 
 
 class Registry:
@@ -87,7 +52,12 @@ class Registry:
         self._memory, self._journal = records.memory, records.journal
         self._engines_by_host = Budget(self._limits.engines)
         self._engines: dict[EngineRef, Engine] = {}  # Those that are not gone
-        self._retired = _Retired(self._times.retire, self._limits.retired)
+        # Incarnations that ended for good, and are refused for `retire` seconds, so that a delayed message cannot evict
+        # the live incarnation (PROTOCOL, Identities): the end of each refusal, rising, and the host that it counts for.
+        # The budget is for those that their engines have retired themselves: otherwise a peer that opens and retires
+        # incarnations without end would fill the memory.
+        self._retired: dict[EngineRef, tuple[float, str | None]] = {}
+        self._retired_by_host = Budget(self._limits.retired)
         self._deadlines: DeadlineQueue[Engine] = DeadlineQueue()
 
     def advance(self) -> float:
@@ -142,9 +112,20 @@ class Registry:
             raise self._unknown(engine_ids[0])
         return found
 
-    def has_rival(self, ref: EngineRef) -> bool:
-        """Whether another incarnation of the same engine_id is alive or may come back."""
-        return any(engine.ref != ref and not engine.dead for engine in self._named(ref.engine_id))
+    def reuse_after(self, ref: EngineRef) -> float:
+        """Return the seconds until the last lease on older incarnations of an engine has ended (PROTOCOL, A source that
+        restarts over the same memory).
+
+        A home that has just started does not know all of these leases; but none was granted after it started. Leases on
+        an older incarnation that still seems alive may be extended until its death is noticed, at most to their final
+        deadline.
+        """
+        if any(engine.ref != ref and not engine.dead for engine in self._named(ref.engine_id)):
+            return self._times.final
+        known = self._records.engines.items()
+        others = [engine for other, engine in known if other.engine_id == ref.engine_id and other != ref]
+        until = max([self._records.knows_all_leases_from, *(engine.live_until() for engine in others)])
+        return max(0.0, until - self._clock.now())
 
     def check_session(self, ref: EngineRef, secret: bytes) -> Engine:
         """Return the engine in whose name a call is made. Raises `WrongSession` for another secret, `EngineIncomplete`
@@ -180,9 +161,8 @@ class Registry:
             for other in replaced:
                 self._journal.engine("engine_replaced", other.ref, by=short(ref.incarnation), peer=host or UNIX_PEER)
                 self._forget(other, _restarted(other.ref, REPLACED, ref.incarnation.hex()))
-                self._retired.add(other.ref, now)
-            engine = self._engines[ref] = Engine(ref, self._times)
-            self._records.open(engine, secret)
+                self._retired[other.ref] = now + self._times.retire, None
+            engine = self._engines[ref] = self._records.open(ref, secret)
             self._journal.engine("engine_opened", ref, peer=host or UNIX_PEER)
         elif engine.lost_at is not None:
             self._journal.engine("engine_back", ref, peer=host or UNIX_PEER, lost_s=now - engine.lost_at)
@@ -212,14 +192,16 @@ class Registry:
             raise self._unknown(ref.engine_id)
         self._journal.engine("engine_evicted", ref, bad=True)
         self._forget(engine, _restarted(ref, "was evicted by an operator"))
-        self._retired.add(ref, now)
+        self._retired[ref] = now + self._times.retire, None
 
     def retire(self, ref: EngineRef) -> None:
         """End an incarnation for good, for its own scheduler, which stops. Call `check_session` before. Raises as
         `find`, and `LimitReached` if the host of its scheduler has retired too many."""
         now = self.advance()
         engine = self.find(ref)
-        self._retired.add(ref, now, engine.host)
+        check_budget("retired", self._retired_by_host, engine.host, self._times.retire)
+        self._retired_by_host.take(engine.host)
+        self._retired[ref] = now + self._times.retire, engine.host
         self._journal.engine("engine_retired", ref)
         self._forget(engine)
 
@@ -312,8 +294,8 @@ class Registry:
         return engine
 
     def _check_publications(self, engine: Engine) -> None:
-        publications, now = self._records.begin(engine.ref)
-        for publication in list(publications.publications.values()):
+        now = self._records.advance()
+        for publication in list(engine.publications.values()):
             try:
                 for step in publication.steps:
                     check_step(engine.groups or {}, step)
@@ -348,7 +330,7 @@ class Registry:
         if why is not None:
             for feed in engine.feeds.values():
                 feed.ended = why
-                self._records.changed(feed)
+                self._records.wake(feed)
         del self._engines[engine.ref]
         self._comes_from(engine, "")
         registered = sum(registration.size for registration in engine.ranks.values())
@@ -356,10 +338,18 @@ class Registry:
         engine.end()
         # An engine that its scheduler has stopped keeps its memory as it is until its leases have ended.
         reason = RevokeReason.ABORTED if why is None else RevokeReason.SOURCE_LOST
-        self._records.end_all(self._records.of_engine(engine.ref), reason)
+        self._records.end_all(engine, reason)
 
     def _is_retired(self, ref: EngineRef) -> bool:
-        return self._retired.has(ref, self._clock.now())
+        now = self._clock.now()
+        while self._retired:
+            first, (until, host) = next(iter(self._retired.items()))
+            if until > now:
+                break
+            del self._retired[first]
+            if host is not None:
+                self._retired_by_host.give(host)
+        return ref in self._retired
 
     @property
     def recovering(self) -> bool:
@@ -397,7 +387,7 @@ class Registry:
             return
         if not engine.dead:
             engine.dead = True
-            self._records.end_all(self._records.of_engine(engine.ref), RevokeReason.SOURCE_LOST)
+            self._records.end_all(engine, RevokeReason.SOURCE_LOST)
             self._journal.engine("engine_dead", engine.ref, bad=True, lost_s=now - engine.lost_at)
         elif engine.lost_at + engine_ttl + self._times.retire <= now:
             self._journal.engine("engine_forgotten", engine.ref)

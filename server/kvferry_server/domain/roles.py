@@ -7,7 +7,7 @@ An identity is a name in a caller's verified certificate: a DNS name (``node-7.p
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from fnmatch import fnmatchcase
 
@@ -36,14 +36,14 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The roles that a caller has."""
+    """The roles that a caller has: shell patterns of the engine_ids that each is for. Roles that are not per engine are
+    for `EVERY`."""
 
-    # Shell patterns of engine_ids, by role.
     engine: tuple[str, ...] = ()
     reader: tuple[str, ...] = ()
     relay: tuple[str, ...] = ()
-    observer: bool = False
-    admin: bool = False
+    observer: tuple[str, ...] = ()
+    admin: tuple[str, ...] = ()
 
     def allows(self, need: Need) -> bool:
         for role in need.roles:
@@ -60,24 +60,15 @@ class Grant:
         return all(EVERY in self._engines(role) for role in roles)
 
     def _engines(self, role: PolicyRole) -> tuple[str, ...]:
-        """Return the patterns of engine_ids that a role is for. Roles that are not per engine are for all."""
-        granted: tuple[str, ...] | bool = getattr(self, role.value)
-        if isinstance(granted, bool):
-            return (EVERY,) if granted else ()
+        granted: tuple[str, ...] = getattr(self, role.value)
         return granted
 
     def __or__(self, other: Grant) -> Grant:
-        return Grant(
-            engine=self.engine + other.engine,
-            reader=self.reader + other.reader,
-            relay=self.relay + other.relay,
-            observer=self.observer or other.observer,
-            admin=self.admin or other.admin,
-        )
+        return Grant(**{role.value: self._engines(role) + other._engines(role) for role in PolicyRole})
 
 
-MEMBER = Grant(engine=(EVERY,), reader=(EVERY,), relay=(EVERY,), observer=True)  # Every role but admin, for all engines
-OPERATOR = MEMBER | Grant(admin=True)  # Every role
+OPERATOR = Grant(**{role.value: (EVERY,) for role in PolicyRole})  # Every role, for all engines
+MEMBER = replace(OPERATOR, admin=())  # Every role but admin
 
 
 @dataclass(frozen=True, slots=True)

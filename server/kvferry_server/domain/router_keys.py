@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import RouterKeyUsed, WrongKey
-from kvferry_server.domain.budgets import Budget, MemoryBudget, check_budget
 from kvferry_server.domain.identity import EngineRef, RouterKey
-from kvferry_server.domain.limits import MAX_PAST_ROUTER_KEYS
+from kvferry_server.domain.limits import MAX_PAST_ROUTER_KEYS, Budget, Limits, MemoryBudget, check_budget
 from kvferry_server.domain.publications import PublicationRecord, ended
 from kvferry_server.domain.questions import EngineQuestions
 from kvferry_server.domain.reads import LeaseRequest
@@ -61,21 +60,17 @@ class _Declined:
 
 
 class RouterKeys:
-    """The router keys of one incarnation.
+    """The router keys of one incarnation."""
 
-    Args:
-        waits: budget of waiting reads, by the reader's host. Any caller may wait, with any key, and must not take the
-            turn of readers with a publication's own reference, so those have another budget.
-        declines: budget of declines that came before their publications, by caller.
-    """
-
-    def __init__(self, source: EngineRef, memory: MemoryBudget, waits: Budget, declines: Budget) -> None:
-        self.waits = waits
+    def __init__(self, source: EngineRef, memory: MemoryBudget, limits: Limits) -> None:
+        # By the reader's host. Any caller may wait, with any key, and must not take the turn of readers with a
+        # publication's own reference, so those have another budget.
+        self.waits = Budget(limits.waiting_reads)
         self.waiting: dict[str, set[WaitingRead]] = {}  # By router_key
         self.questions = EngineQuestions(source, memory)
         self._source = source
         self._memory = memory
-        self._declines = declines
+        self._declines = Budget(limits.waiting_declines)  # By caller; of publications that have not arrived
         self._held: dict[str, PublicationRecord] = {}
         # In the order in which they expire.
         self._past: dict[str, _Past] = {}

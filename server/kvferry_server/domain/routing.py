@@ -19,11 +19,11 @@ from kvferry.errors import (
     ServerDraining,
     WrongKey,
 )
-from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.domain.identity import EngineRef, RouterKey
+from kvferry_server.domain.limits import Budget, check_budget
 from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.questions import Ask, QuestionOutcome
-from kvferry_server.domain.reads import LeaseRequest, RoutedRequest
+from kvferry_server.domain.reads import LeaseRequest
 from kvferry_server.domain.records import Records
 from kvferry_server.domain.router_keys import ROUTER_KEY_BYTES, WaitingRead
 
@@ -64,15 +64,15 @@ class Routing:
         unless_all_refuse(sources, lambda source: self._records.of_engine(source).check_recovered())
         return None
 
-    def request(self, publication: PublicationRecord, asked: RoutedRequest) -> LeaseRequest:
+    def request(self, publication: PublicationRecord, asked: LeaseRequest) -> LeaseRequest:
         """Return the request for a lease on the publication that `find` returned."""
-        read = replace(asked.request.read, source=publication.source, publication=publication.number)
-        return replace(asked.request, read=read, key=self._records.key(publication))
+        read = replace(asked.read, source=publication.source, publication=publication.number)
+        return replace(asked, read=read, key=self._records.key(publication), routed=None)
 
-    def wait(self, sources: Sequence[EngineRef], routed: RoutedRequest) -> WaitingRead:
-        """Note that a read waits, until `end_wait`: `Changed` says when it must look again. Raises
+    def wait(self, sources: Sequence[EngineRef], wanted: RouterKey, asked: LeaseRequest) -> WaitingRead:
+        """Note that a read waits, until `end_wait`: `Records.wake` says when it must look again. Raises
         `LimitReached` if, at each of the sources, too many reads of this caller wait for publications."""
-        now, asked = self._records.advance(), routed.request
+        now = self._records.advance()
 
         def budget_with_room(source: EngineRef) -> tuple[EngineRef, Budget]:
             budget = self._records.of_engine(source).router_keys.waits
@@ -82,7 +82,7 @@ class Routing:
 
         first, budget = unless_all_refuse(sources, budget_with_room)[0]
         at = (first, *(other for other in sources if other != first))
-        waiting = WaitingRead(next(self._numbers), at, routed.reference.router_key, asked, now, budget)
+        waiting = WaitingRead(next(self._numbers), at, wanted, asked, now, budget)
         self._records.journal.waiting += 1
         budget.take(asked.holder)
         self._memory.take(first, ROUTER_KEY_BYTES)
@@ -122,7 +122,7 @@ class Routing:
             raise ServerDraining("this node server is draining: ask again")
         engine.check_recovered()
         try:
-            engine.life.check_readable()
+            engine.check_readable()
         except EngineIncomplete as error:
             raise questions.miss(error.message) from None
         self._records.add_question(engine, questions.add(ask, next(self._question_numbers), now))

@@ -13,7 +13,7 @@ from kvferry._wire.outcomes import MissReason, ReleaseOutcome
 from kvferry.errors import EngineIncomplete, InvalidField, PublicationStale, ServerDraining
 from kvferry.geometry.model import Group
 from kvferry_server.domain.checksum_pages import ChecksumPage, check_indexes
-from kvferry_server.domain.engine_publications import EnginePublications
+from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import check_limit
 from kvferry_server.domain.publications import PUBLICATION_BYTES, PublicationRecord, PublicationStage, check_follows
@@ -97,8 +97,8 @@ class Sources:
     def acknowledge(self, source: EngineRef, numbers: Collection[int]) -> None:
         """Forget released publications whose release the source acknowledges. Idempotent; other numbers are ignored."""
         engine, _ = self._records.begin(source)
-        if engine.life.scheduler is not None:
-            engine.life.scheduler.acknowledged(numbers)
+        if engine.scheduler is not None:
+            engine.scheduler.acknowledged(numbers)
         for number in numbers:
             publication = engine.publications.get(number)
             if publication is not None and publication.stage is PublicationStage.RELEASED:
@@ -161,31 +161,29 @@ class Sources:
         self._records.close_below(engine, high_water)
         engine.snapshot, engine.recovering = None, False
 
-    def _check_step(self, engine: EnginePublications, publication: PublicationRecord, step: PublicationStep) -> None:
+    def _check_step(self, engine: Engine, publication: PublicationRecord, step: PublicationStep) -> None:
         if step.index == 0:
             if self._records.draining:
                 raise ServerDraining("this node server is draining: publish again")
             self._check_room(engine, step.number, step.size)
         else:
-            self._memory.check(engine.source, step.size)
+            self._memory.check(engine.ref, step.size)
             if step.index > len(publication.steps):
                 # The earlier steps are in the snapshot, of which this home may have received a part.
                 engine.check_recovered()
         check_follows(publication, step)
-        if engine.life.groups is not None:
-            check_step(engine.life.groups, step)
+        if engine.groups is not None:
+            check_step(engine.groups, step)
         elif not engine.recovering:
-            problem = f"no rank of {engine.source} has registered groups: register its caches before publishing"
-            raise EngineIncomplete(problem, engine_id=engine.source.engine_id, missing_ranks="")
+            problem = f"no rank of {engine.ref} has registered groups: register its caches before publishing"
+            raise EngineIncomplete(problem, engine_id=engine.ref.engine_id, missing_ranks="")
 
-    def _check_room(self, engine: EnginePublications, number: int, size: int) -> None:
+    def _check_room(self, engine: Engine, number: int, size: int) -> None:
         """Raise `LimitReached` unless the engine may have one more publication, whose step takes `size` bytes."""
-        check_limit("publications", engine.num_arrived, self._limits.publications, self._times.ttl)
-        self._memory.check(engine.source, PUBLICATION_BYTES + engine.skipped_size(number) + size)
+        check_limit("publications", len(engine.listed), self._limits.publications, self._times.ttl)
+        self._memory.check(engine.ref, PUBLICATION_BYTES + engine.skipped_size(number) + size)
 
-    def _arrive(
-        self, engine: EnginePublications, publication: PublicationRecord, step: PublicationStep, now: float
-    ) -> None:
+    def _arrive(self, engine: Engine, publication: PublicationRecord, step: PublicationStep, now: float) -> None:
         # The lease of a waiting reader is never cut short, not even by a `final` that is shorter than the ttl.
         waiting = max((lease.expires for lease in publication.leases), default=0.0)
         publication.final_at = max(now + self._times.final, waiting)
@@ -206,18 +204,16 @@ class Sources:
         if step.router_key is not None:
             self._records.wake_waiting(engine, step.router_key.name)
 
-    def _append(
-        self, engine: EnginePublications, publication: PublicationRecord, step: PublicationStep, now: float
-    ) -> None:
+    def _append(self, engine: Engine, publication: PublicationRecord, step: PublicationStep, now: float) -> None:
         publication.add(step)
         engine.pinned_blocks.update({blocks.group: blocks.num_blocks for blocks in step.groups})
         publication.expected_reads = max(publication.expected_reads, step.expected_reads)
         publication.hold_until = now + publication.hold
         self._records.move(publication, PublicationStage.PUBLISHED if step.last else PublicationStage.PUBLISHING, now)
-        self._memory.take(engine.source, step.size)
+        self._memory.take(engine.ref, step.size)
         self._touch(engine, publication, now)
         self._records.reschedule(publication)
-        self._records.changed(publication)
+        self._records.wake(publication)
         if publication in engine.declined:
             self._records.end(publication, ReleaseOutcome.DECLINED, now)
         self._records.end_if_read(publication, now)
@@ -226,7 +222,7 @@ class Sources:
         reason = RevokeReason.NOT_PUBLISHED if publication.not_published else RevokeReason.ABORTED
         self._records.abort(publication, reason, now)
 
-    def _touch(self, engine: EnginePublications, publication: PublicationRecord, now: float) -> None:
+    def _touch(self, engine: Engine, publication: PublicationRecord, now: float) -> None:
         """Note that the source named a publication: it is part of the current snapshot; at a restarted home, it is not
         released while readers from before the restart may still be reading."""
         if engine.snapshot is not None:

@@ -8,9 +8,10 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from kvferry.errors import KvferryError
+from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_QUESTIONS
 from kvferry_server.domain.publications import PublicationRecord
@@ -34,35 +35,9 @@ class Process:
     node: str = field(default="", compare=False)  # address of the relaying node server; empty: the home's own node
 
 
-class RankLost(NamedTuple):
-    """The process of a rank is gone; with `node_lost`, together with the `node` server that relayed for it."""
-
-    rank: int
-    node: str = ""
-    node_lost: bool = False
-
-
-class Draining(NamedTuple):
-    """The node server takes no new work."""
-
-
-class QuestionEnded(NamedTuple):
-    """A question needs no answer any more."""
-
-    number: int
-
-
-Event: TypeAlias = PublicationRecord | RankLost | Draining | Question | QuestionEnded
+Event: TypeAlias = PublicationRecord | pb.RankLost | pb.Draining | Question | pb.QuestionEnded
 """A publication means that it is released, so that its source may reuse the blocks. This is state: part of every full
 state until acknowledged. A question is state while it is open."""
-
-
-@dataclass(frozen=True, slots=True)
-class Numbered:
-    """An event with its number in the feed."""
-
-    sequence: int
-    event: Event
 
 
 class Feed:
@@ -76,39 +51,33 @@ class Feed:
         self.ended: KvferryError | None = None  # Why its Watches end: the home has forgotten the engine
         self._kept = kept
         self._dropped = 0
-        self._events: dict[int, Numbered] = {}  # By number, in order
+        self._events: dict[int, Event] = {}  # By number, in order
         # The events of open questions, by the questions' numbers, and the ends of questions. A full feed may have
         # dropped them.
         self._questions: dict[int, int] = {}
         self._ends: deque[int] = deque()
 
     def push(self, event: Event) -> None:
-        """Add an event. A full feed drops its oldest event."""
+        """Add an event. A full feed drops its oldest event. The end of a question replaces the question. Of the ends
+        only the last `MAX_QUESTIONS` are kept, so that questions never fill a feed: a process that misses one gives a
+        question up by its deadline."""
         self.sequence += 1
+        if isinstance(event, Question):
+            self._questions[event.number] = self.sequence
+        elif isinstance(event, pb.QuestionEnded):
+            self._events.pop(self._questions.pop(event.number, 0), None)
+            if len(self._ends) == MAX_QUESTIONS:
+                self._events.pop(self._ends.popleft(), None)
+            self._ends.append(self.sequence)
         if len(self._events) == self._kept:
             self._dropped = next(iter(self._events))
             del self._events[self._dropped]
-        self._events[self.sequence] = Numbered(self.sequence, event)
-
-    def ask(self, question: Question) -> None:
-        """Add a question, until `end_question`."""
-        self.push(question)
-        self._questions[question.number] = self.sequence
-
-    def end_question(self, number: int) -> None:
-        """Remove a question and add its end. Of earlier ends only the last `MAX_QUESTIONS` are kept, so that questions
-        never fill a feed: a process that misses one gives a question up by its deadline."""
-        self._events.pop(self._questions.pop(number, 0), None)
-        if len(self._ends) == MAX_QUESTIONS:
-            self._events.pop(self._ends.popleft(), None)
-        self.push(QuestionEnded(number))
-        self._ends.append(self.sequence)
+        self._events[self.sequence] = event
 
     def acknowledged(self, numbers: Collection[int]) -> None:
         """Remove the release events of these publications: the process has received them."""
         # An engine that keeps up has few events; none has more than `kept`.
-        events = [(sequence, numbered.event) for sequence, numbered in self._events.items()]
-        for sequence, event in events:
+        for sequence, event in list(self._events.items()):
             if isinstance(event, PublicationRecord) and event.number in numbers:
                 del self._events[sequence]
 
@@ -118,8 +87,9 @@ class Feed:
             return None
         return max(0, self._dropped - sequence)
 
-    def after(self, sequence: int) -> list[Numbered]:
+    def after(self, sequence: int) -> list[tuple[int, Event]]:
+        """Return the events after this one, with their numbers."""
         # From the end: a process that keeps up lacks only the last of maybe a thousand events.
-        found = list(takewhile(lambda numbered: numbered.sequence > sequence, reversed(self._events.values())))
+        found = list(takewhile(lambda numbered: numbered[0] > sequence, reversed(self._events.items())))
         found.reverse()
         return found

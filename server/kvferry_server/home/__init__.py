@@ -1,1 +1,1 @@
-"""One home on its event loop, and its answers to readers and watchers. Knows nothing of gRPC."""
+"""One home on its event loop. Knows nothing of gRPC."""

@@ -1,22 +1,23 @@
 """The home: engines, publications, leases and feeds on one clock, and the loop that acts on their deadlines.
 
 Every access is a turn, `with home.turn(): ...`. It first acts on deadlines that have passed; then the caller uses
-`engines`, `sources`, `lessor` or `records`; at the end the calls that wait for what has changed are woken. Between
-turns nothing is pending, so these only see settled states.
+`engines`, `sources`, `lessor` or `records`, and does not wait; at the end it acts on deadlines again. The calls that
+wait for what has changed go on after the turn, so they only see settled states.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import secrets
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Literal
 
 from kvferry._wire.reference import format_reference
 from kvferry.errors import ServerDraining
-from kvferry.v1 import kv_transfer_pb2
-from kvferry_server.domain.clock import Clock
-from kvferry_server.domain.identity import EngineRef
+from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.publications import PublicationRecord
@@ -24,14 +25,57 @@ from kvferry_server.domain.records import Records
 from kvferry_server.domain.registry import Registry
 from kvferry_server.domain.routing import Routing
 from kvferry_server.domain.sources import Sources
-from kvferry_server.domain.times import Times
-from kvferry_server.domain.watch_feed import Draining, Event, Feed, Process, Role
+from kvferry_server.domain.times import Clock, Times
+from kvferry_server.domain.watch_feed import Event, Feed, Process, Role
 from kvferry_server.home.time_slices import TimeSlices
-from kvferry_server.home.wakeups import Waker, Wakeups
 
 EVENT_BYTES = 160  # Bytes of an event that is kept or waits to be sent, estimated
 FEED_BYTES = 2048  # Bytes of a process's feed beside its events, estimated. A rank's feed has hardly any events.
 SHORTEST_SLEEP = 0.001  # Of the loop, in seconds: it must not spin when a timer fires a little early
+
+
+class Waker(asyncio.Event):
+    """The event on which one call waits. Clear it, look, then wait: a change after the look sets it and ends the
+    wait."""
+
+    async def wait(self, seconds: float | None = None) -> Literal[True]:
+        """Wait until something has changed, or until `seconds` have passed."""
+        # Before Python 3.12 `asyncio.wait_for` swallows a cancellation that comes together with the change: a task that
+        # cancels a call or the home's loop would wait for ever. When the time is over the waiter only looks.
+        timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self.set)
+        try:
+            return await super().wait()
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+
+class Wakeups:
+    """The wakers of calls, by topic. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._wakers: dict[Hashable, set[Waker]] = {}
+
+    @contextmanager
+    def watching(self, topic: Hashable) -> Iterator[Waker]:
+        """Give a waker that every change of the topic sets while the context lasts."""
+        waker = Waker()
+        self._wakers.setdefault(topic, set()).add(waker)
+        try:
+            yield waker
+        finally:
+            wakers = self._wakers[topic]
+            wakers.discard(waker)
+            if not wakers:
+                del self._wakers[topic]
+
+    def wake(self, topic: Hashable) -> None:
+        for waker in self._wakers.get(topic, ()):
+            waker.set()
+
+    def wake_all(self) -> None:
+        for topic in self._wakers:
+            self.wake(topic)
 
 
 class Home(AbstractContextManager[float]):
@@ -42,22 +86,22 @@ class Home(AbstractContextManager[float]):
         self.clock, self.times, self.limits = clock, times, limits or Limits()
         self.advertise = advertise
         self.epoch = secrets.token_bytes(16)  # Random per start
+        self.wakeups = Wakeups()  # Topics: publications, reads that wait under a router's key, feeds
         # To be used within a `turn`.
-        self.records = Records(clock, times, self.limits)
+        self.records = Records(clock, times, self.limits, self.wakeups.wake)
         self.memory, self.journal = self.records.memory, self.records.journal
         self.engines = Registry(self.records)
         self.sources = Sources(self.records)
         self.lessor = Lessor(self.records)
         self.routing = Routing(self.records, 1 + secrets.randbits(48))
         self.time_slices = TimeSlices()
-        self.wakeups = Wakeups()  # Topics: publications, reads that wait under a router's key, feeds
         self.stopping = False  # The node server is about to end, and Watches with it
         self._driver = Waker()
         self._sleeps_until = -math.inf
 
     def turn(self) -> AbstractContextManager[float]:
-        """Act on deadlines, then give the present in seconds on the home's clock. Changes within the context take
-        effect when it ends, also by an error."""
+        """Act on deadlines, then give the present in seconds on the home's clock; act on deadlines again at the end,
+        also after an error."""
         return self  # The same for all turns: they have no state, and each call makes several.
 
     def __enter__(self) -> float:
@@ -95,9 +139,9 @@ class Home(AbstractContextManager[float]):
         self.journal.events.write(logging.INFO, "draining", {"live_leases": live, "pinned": pinned})
         for engine in self.engines.all_engines():
             # Their answers would be refused, and sent again, with their blocks pinned.
-            self.records.end_questions(self.records.of_engine(engine.ref))
+            self.records.end_questions(engine)
             for feed in engine.feeds.values():
-                feed.push(Draining())
+                feed.push(pb.Draining())
         self.wakeups.wake_all()
 
     def end_watches(self) -> None:
@@ -143,24 +187,11 @@ class Home(AbstractContextManager[float]):
         else:
             self.engines.close_engine(process.engine)
 
-    def reuse_after(self, engine: EngineRef) -> float:
-        """Return the seconds until the last lease on older incarnations of an engine has ended (PROTOCOL, A source that
-        restarts over the same memory).
-
-        A home that has just started does not know all of these leases; but none was granted after it started. Leases on
-        an older incarnation that still seems alive may be extended until its death is noticed, at most to their final
-        deadline.
-        """
-        if self.engines.has_rival(engine):
-            return self.times.final
-        until = max(self.records.others_until(engine), self.records.knows_all_leases_from)
-        return max(0.0, until - self.clock.now())
-
     def need_resync(self, process: Process) -> bool:
         """Whether a process must send this home its state again: a scheduler its snapshot, a rank its registration."""
-        if process.role is Role.SCHEDULER:
-            return self.records.of_engine(process.engine).recovering
         engine = self.engines.find(process.engine)
+        if process.role is Role.SCHEDULER:
+            return engine.recovering
         return process.rank not in engine.ranks or process.rank in engine.lost_ranks
 
     def state(self, process: Process) -> list[Event]:
@@ -168,13 +199,12 @@ class Home(AbstractContextManager[float]):
         if process.role is Role.RANK:
             return []
         engine = self.engines.find(process.engine)
-        questions = self.records.of_engine(process.engine).router_keys.questions
         lost = map(engine.rank_lost, sorted(engine.lost_ranks))
-        return [*self.records.released(process.engine), *lost, *questions.open()]
+        return [*self.records.released(process.engine), *lost, *engine.router_keys.questions.open()]
 
     def reference(self, publication: PublicationRecord) -> str:
         return format_reference(
-            kv_transfer_pb2.Reference(
+            pb.Reference(
                 home=self.advertise,
                 engine_id=publication.source.engine_id,
                 incarnation=publication.source.incarnation,
@@ -185,10 +215,7 @@ class Home(AbstractContextManager[float]):
         )
 
     def settle(self) -> None:
-        """Act on deadlines that have passed and wake the calls that wait for what has changed: begin or end a turn."""
-        if not self.records.changes and self.next_deadline() > self.clock.now():
-            return
-        self.engines.advance()
-        self.records.advance()
-        for changed in self.records.take_changes():
-            self.wakeups.wake(changed)
+        """Act on deadlines that have passed: begin or end a turn."""
+        if self.next_deadline() <= self.clock.now():
+            self.engines.advance()
+            self.records.advance()

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from kvferry._wire.channel import Address
-from kvferry_server.domain.hosts import host_of, host_of_address
 from kvferry_server.node.limits import CONNECTION_POLL, FULL_CONNECTIONS, MIN_CONNECTIONS, RESERVED_FILES
+from kvferry_server.servicers.callers import host_of, host_of_address
 
 logger = logging.getLogger(__name__)
 

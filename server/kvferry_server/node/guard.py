@@ -27,14 +27,13 @@ import grpc.aio
 from kvferry._wire.status import to_status
 from kvferry.errors import DeadlineRequired, InternalError, KvferryError, NotImplementedHere, ServerDraining
 from kvferry_server.admin.node_state import CallCounts
-from kvferry_server.domain.budgets import Budget, check_budget
-from kvferry_server.domain.hosts import host_of
+from kvferry_server.domain.limits import Budget, check_budget
 from kvferry_server.node.connections import end_connection
 from kvferry_server.node.limits import ANSWER_TIMEOUT, LARGE_MESSAGE, MAX_PENDING_ANSWERS, RETRY_AFTER
 from kvferry_server.node.requests import KV_TRANSFER, Decode, HeldRequest, Requests
 from kvferry_server.node.tracing import Behaviour, Traced, untraced
 from kvferry_server.servicers.access import Access
-from kvferry_server.servicers.callers import Context, on_end
+from kvferry_server.servicers.callers import Context, host_of, on_end
 
 logger = logging.getLogger(__name__)
 

@@ -63,9 +63,9 @@ class Listener(ABC):
     def bind(self, server: Server) -> None:
         """Make a gRPC server listen on the address, on which no other server may listen; raises `CannotListen`."""
 
-    @abstractmethod
     def close(self) -> None:
         """Release the address. Idempotent."""
+        self.forget()
 
     @abstractmethod
     def forget(self) -> None:
@@ -289,9 +289,6 @@ class TcpListener(Listener):
         except RuntimeError:
             # gRPC does not say why it failed.
             raise CannotListen(self.address, _why_not(self.address)) from None
-
-    def close(self) -> None:
-        self.forget()
 
     def forget(self) -> None:
         for reserving in self._reserving:

@@ -19,8 +19,8 @@ import threading
 from collections import Counter
 from pathlib import Path
 
-from kvferry_server.domain.clock import BOOT
 from kvferry_server.domain.event_log import EventLog
+from kvferry_server.domain.times import BOOT
 
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != 9} | {
     0x2028: "\\u2028",

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, TomlConfigSettingsSource
 
 from kvferry.errors import InvalidField
-from kvferry_server.domain.roles import ANYBODY, Grant, Policy, Rule
+from kvferry_server.domain.roles import ANYBODY, EVERY, Grant, Policy, Rule
 
 MAX_RULES = 1000  # Each call of a caller whose roles are limited looks at all rules
 
@@ -42,8 +42,10 @@ class _Rule(BaseModel):
     admin: bool = False
 
     def rule(self) -> Rule:
-        grant = Grant(tuple(self.engine), tuple(self.reader), tuple(self.relay), self.observer, self.admin)
-        return Rule(tuple(self.identities), grant)
+        observer, admin = (EVERY,) * self.observer, (EVERY,) * self.admin
+        return Rule(
+            tuple(self.identities), Grant(tuple(self.engine), tuple(self.reader), tuple(self.relay), observer, admin)
+        )
 
 
 class _File(BaseModel):

@@ -22,7 +22,7 @@ import grpc.aio
 
 from kvferry._wire.channel import MAX_MESSAGE_BYTES, MAX_NOTIFY_BYTES
 from kvferry.errors import InvalidField, KvferryError, LimitReached
-from kvferry_server.domain.budgets import Budget, check_budget
+from kvferry_server.domain.limits import Budget, check_budget
 from kvferry_server.home.time_slices import TimeSlices
 from kvferry_server.node import limits
 from kvferry_server.node.decoded_size import Decoded, Shape, shape_of

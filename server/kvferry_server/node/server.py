@@ -22,9 +22,9 @@ from kvferry._wire.channel import MAX_CONNECTIONS, SERVER_OPTIONS
 from kvferry.errors import InternalError, InvalidField
 from kvferry.v1 import admin_pb2, introspection_pb2, kv_transfer_pb2
 from kvferry_server.admin.node_state import CallCounts, NodeState, ShownListener
-from kvferry_server.domain.clock import BOOT
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.roles import Policy
+from kvferry_server.domain.times import BOOT
 from kvferry_server.home.home import Home
 from kvferry_server.node.certificates import Certificates
 from kvferry_server.node.config import NodeConfig

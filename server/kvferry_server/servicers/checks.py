@@ -35,8 +35,8 @@ def session_secret(value: bytes, *, optional: bool = False) -> bytes:
     return exactly("session_secret", value, SECRET_BYTES, optional=optional)
 
 
-def engine_ref(field: str, message: pb.EngineRef) -> EngineRef:
-    """Return an engine reference; raises `InvalidField` for a malformed one."""
+def engine_ref(field: str, message: pb.EngineRef | pb.Reference | pb.EngineReference) -> EngineRef:
+    """Return the incarnation that a message names; raises `InvalidField` for a malformed one."""
     return EngineRef(
         text(f"{field}.engine_id", message.engine_id), random_bytes(f"{field}.incarnation", message.incarnation)
     )

@@ -8,7 +8,7 @@ from kvferry.errors import HomeRecovering, InvalidField
 from kvferry.geometry.plane import Interval
 from kvferry.planner.checksum import places_of, runs_of
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.checksum_pages import ChecksumPage, ChecksumQuery
+from kvferry_server.domain.checksum_pages import ChecksumPage, Indexes
 from kvferry_server.domain.identity import EngineRef, Names
 from kvferry_server.home.home import Home
 from kvferry_server.home.time_slices import TimeSlice
@@ -65,34 +65,35 @@ async def read_checksums(
     queries = _queries(request)
     with home.turn():
         publication = home.lessor.leased(lease_id, reader, names)
-        found = [(query, publication.checksums.pages(query)) for query in queries]
-        done = publication.checksums.done
-        pending = {query.rank for query in queries} - done if publication.awaits_checksums else set()
-    size = sum(page.size for _, pages in found for page in pages)
+        checksums, asked = publication.checksums, {message.rank for message in request.queries}
+        found = [
+            (page, units, indexes)
+            for message, units, indexes in queries
+            for page in checksums.pages(message.rank, message.planes)
+        ]
+        pending = asked - checksums.done if publication.awaits_checksums else set()
+    size = sum(page.size for page, _, _ in found)
 
     def answer() -> pb.ReadChecksumsResponse:
         response = pb.ReadChecksumsResponse(home_epoch=home.epoch, pending_ranks=sorted(pending))
         left = limits.MAX_ANSWER_BYTES - response.ByteSize()
-        for query, pages in found:
-            for page in pages:
-                if (asked := page.part(query.units, query.indexes)) is None:
-                    continue
-                part = _to_proto(asked)
-                left -= checks.entry_size(part)
-                if left < 0:
-                    planes = sum(len(query.planes) for query in queries)
-                    raise InvalidField(
-                        "queries",
-                        f"{planes} planes",
-                        f"so few that the answer has at most {limits.MAX_ANSWER_BYTES} bytes: ask in several calls",
-                    )
-                response.checksums.append(part)
+        for page, units, indexes in found:
+            if (held := page.part(units, indexes)) is None:
+                continue
+            part = _to_proto(held)
+            left -= checks.entry_size(part)
+            if left < 0:
+                planes = sum(len(message.planes) for message in request.queries)
+                most = f"so few that the answer has at most {limits.MAX_ANSWER_BYTES} bytes: ask in several calls"
+                raise InvalidField("queries", f"{planes} planes", most)
+            response.checksums.append(part)
         return response
 
     return answer() if size <= limits.MAX_INLINE_BYTES else await worker.run(host, size, answer)
 
 
-def _queries(request: pb.ReadChecksumsRequest) -> list[ChecksumQuery]:
+def _queries(request: pb.ReadChecksumsRequest) -> list[tuple[pb.ChecksumQuery, Interval, Indexes]]:
+    """Return the queries, each with its units and block indexes, which rise."""
     planes = sums = 0
     for message in request.queries:
         blocks = sum(message.place_counts)
@@ -103,9 +104,8 @@ def _queries(request: pb.ReadChecksumsRequest) -> list[ChecksumQuery]:
             most = f"at most {MAX_ASKED_SUMS} sums of {MAX_ASKED_PLANES} planes"
             raise InvalidField("queries", f"{sums} sums of {planes} planes", most)
     return [
-        ChecksumQuery(
-            message.rank,
-            tuple(dict.fromkeys(message.planes)),
+        (
+            message,
             _units(message.unit_begin, message.unit_end),
             places_of(message.place_starts, message.place_counts, MAX_ASKED_SUMS),
         )

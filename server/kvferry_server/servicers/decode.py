@@ -37,34 +37,11 @@ from kvferry_server.domain.engine_description import engine_header
 from kvferry_server.domain.identity import EngineRef, Names, RouterKey, RouterReference
 from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES
 from kvferry_server.domain.questions import Ask
-from kvferry_server.domain.reads import LeaseRequest, RankOutcome, RankReport, ReadKey, RoutedRequest
+from kvferry_server.domain.reads import LeaseRequest, RankOutcome, RankReport, ReadKey
 from kvferry_server.domain.registrations import Registration
 from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.domain.watch_feed import Process, Role
-from kvferry_server.servicers.checks import (
-    engine_ref,
-    exactly,
-    positive,
-    random_bytes,
-    seconds,
-    session_secret,
-    text,
-    within,
-)
-from kvferry_server.servicers.limits import (
-    DEFAULT_ASK_WAIT,
-    MAX_AGENT_NAME,
-    MAX_ASK_WAIT,
-    MAX_GROUPS,
-    MAX_IDENTITY,
-    MAX_INPUTS,
-    MAX_LAYERS,
-    MAX_MARKS,
-    MAX_METADATA,
-    MAX_PLACE,
-    MAX_RUNS,
-    MAX_TEXT,
-)
+from kvferry_server.servicers import checks, limits
 
 
 def registration(request: pb.RegisterCacheRequest) -> Registration:
@@ -73,8 +50,8 @@ def registration(request: pb.RegisterCacheRequest) -> Registration:
     if not request.HasField("rank"):
         raise InvalidField("rank", None, "the geometry of a rank")
     made = Registration(
-        engine=engine_ref("engine", request.engine),
-        num_ranks=positive("num_ranks", request.num_ranks),
+        engine=checks.engine_ref("engine", request.engine),
+        num_ranks=checks.positive("num_ranks", request.num_ranks),
         identity=_identity(request.identity),
         groups=groups_from_proto(request.groups),
         geometry=rank_from_proto(request.rank),
@@ -115,24 +92,23 @@ def reader_digest(request: pb.HandshakeRequest) -> bytes:
     return hashlib.sha256(geometry.SerializeToString(deterministic=True)).digest()
 
 
-def lease_request(
-    request: pb.ReadBlocksRequest, max_parties: int, names: Names, host: str = ""
-) -> LeaseRequest | RoutedRequest:
-    """Decode a ReadBlocks call, with at most `max_parties`; a `RoutedRequest` if a router made its reference. Raises
-    `InvalidField` or `BadReference` if a field is malformed."""
-    within("parties", request.parties, max_parties, least=1)
-    named = reference(request.reference)
-    reader, read_id = engine_ref("reader", request.reader), random_bytes("read_id", request.read_id)
-    found = Named(EngineRef(named.engine_id, b""), 0, b"") if isinstance(named, RouterReference) else named
-    read = ReadKey(found.source, found.publication, reader, read_id)
-    asked = LeaseRequest(read, found.key, request.parties, request.expected_reads, names, host)
-    return RoutedRequest(named, asked) if isinstance(named, RouterReference) else asked
+def lease_request(request: pb.ReadBlocksRequest, max_parties: int, names: Names, host: str = "") -> LeaseRequest:
+    """Decode a ReadBlocks call, with at most `max_parties`. Raises `InvalidField` or `BadReference` if a field is
+    malformed."""
+    checks.within("parties", request.parties, max_parties, least=1)
+    named, routed = reference(request.reference), None
+    if isinstance(named, RouterReference):
+        routed, named = named, Named(named.home, EngineRef(named.engine_ids[0], b""), 0, b"")
+    reader, read_id = checks.engine_ref("reader", request.reader), checks.random_bytes("read_id", request.read_id)
+    read = ReadKey(named.source, named.publication, reader, read_id)
+    return LeaseRequest(read, named.key, request.parties, request.expected_reads, names, host, routed)
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
     """A reference to a publication, or with the number 0 to an engine."""
 
+    home: str  # the address in the reference
     source: EngineRef
     publication: int
     key: bytes = field(repr=False)
@@ -142,10 +118,10 @@ def reference(given: str) -> Named | RouterReference:
     """Decode a reference; raises `BadReference` and `InvalidField`."""
     parsed = parse_reference(given)
     if parsed.router_key:
-        engine_id, name = text("reference.engine_id", parsed.engine_id), text("reference.router_key", parsed.router_key)
-        return RouterReference(engine_id, parsed.data_parallel_rank, RouterKey(name, parsed.key))
-    source = pb.EngineRef(engine_id=parsed.engine_id, incarnation=parsed.incarnation)
-    return Named(engine_ref("reference", source), parsed.publication, parsed.key)
+        engine_id = checks.text("reference.engine_id", parsed.engine_id)
+        key = RouterKey(checks.text("reference.router_key", parsed.router_key), parsed.key)
+        return RouterReference(parsed.home, engine_ids(engine_id, parsed.data_parallel_rank), key)
+    return Named(parsed.home, checks.engine_ref("reference", parsed), parsed.publication, parsed.key)
 
 
 def handshake_reference(request: pb.HandshakeRequest) -> Named | None:
@@ -166,8 +142,7 @@ def handshake_reference(request: pb.HandshakeRequest) -> Named | None:
 def engine_reference(field: str, given: str) -> Named:
     """Decode an engine's own reference; raises as `reference`."""
     parsed = parse_engine_reference(given)
-    named = pb.EngineRef(engine_id=parsed.engine_id, incarnation=parsed.incarnation)
-    return Named(engine_ref(field, named), 0, parsed.key)
+    return Named(parsed.home, checks.engine_ref(field, parsed), 0, parsed.key)
 
 
 def ask(message: pb.Ask, asker: EngineRef, host: str) -> tuple[tuple[str, ...], Named | None, Ask]:
@@ -177,24 +152,24 @@ def ask(message: pb.Ask, asker: EngineRef, host: str) -> tuple[tuple[str, ...], 
     if not isinstance(named, RouterReference) or not named.router_key.of_question:
         expected = "one that its asker made, whose router_key is derived from its key"
         raise InvalidField("ask.reference", "another reference", expected)
-    names = engine_ids(named.engine_id, named.data_parallel_rank)
-    engine = None
+    names, engine = named.engine_ids, None
     if message.engine_reference:
         engine = engine_reference("ask.engine_reference", message.engine_reference)
         if engine.source.engine_id not in names:
             asked, expected = engine.source.engine_id, f"of engine {names[0]!r}, as in ask.reference"
             raise InvalidField("ask.engine_reference", f"of engine {asked!r}", expected)
-    tokens = within("ask.prompt.token_ids", len(prompt.token_ids), MAX_NOTIFY_BYTES, least=1, unit="tokens")
-    within("ask.prompt.adapter", len(prompt.adapter.encode()), MAX_TEXT, unit="bytes")
-    within("ask.prompt.inputs", len(prompt.inputs), MAX_INPUTS, unit="inputs")
+    tokens = checks.within("ask.prompt.token_ids", len(prompt.token_ids), MAX_NOTIFY_BYTES, least=1, unit="tokens")
+    checks.within("ask.prompt.adapter", len(prompt.adapter.encode()), limits.MAX_TEXT, unit="bytes")
+    checks.within("ask.prompt.inputs", len(prompt.inputs), limits.MAX_INPUTS, unit="inputs")
     for given in prompt.inputs:
-        within("ask.prompt.inputs.offset", given.offset, MAX_PLACE)
-        within("ask.prompt.inputs.length", given.length, MAX_PLACE)
-        within("ask.prompt.inputs.identifier", len(given.identifier.encode()), MAX_TEXT, least=1, unit="bytes")
-    within("ask.first_token", message.first_token, tokens - 1)
-    wait = seconds("ask.wait", message.wait) or DEFAULT_ASK_WAIT
-    if wait > MAX_ASK_WAIT:
-        raise InvalidField("ask.wait", f"{wait} s", f"at most {MAX_ASK_WAIT:g} s")
+        checks.within("ask.prompt.inputs.offset", given.offset, limits.MAX_PLACE)
+        checks.within("ask.prompt.inputs.length", given.length, limits.MAX_PLACE)
+        size = len(given.identifier.encode())
+        checks.within("ask.prompt.inputs.identifier", size, limits.MAX_TEXT, least=1, unit="bytes")
+    checks.within("ask.first_token", message.first_token, tokens - 1)
+    wait = checks.seconds("ask.wait", message.wait) or limits.DEFAULT_ASK_WAIT
+    if wait > limits.MAX_ASK_WAIT:
+        raise InvalidField("ask.wait", f"{wait} s", f"at most {limits.MAX_ASK_WAIT:g} s")
     prompt.DiscardUnknownFields()
     encoded = prompt.SerializeToString()
     return names, engine, Ask(named.router_key, message.reference, encoded, message.first_token, wait, asker, host)
@@ -219,28 +194,29 @@ def process(request: pb.WatchRequest) -> Process:
         raise InvalidField("role", request.role, "WATCH_ROLE_SCHEDULER or WATCH_ROLE_RANK") from None
     if role is Role.SCHEDULER and request.rank:
         raise InvalidField("rank", request.rank, "0 for a scheduler")
-    session_secret(request.session_secret)
-    random_bytes("resume_epoch", request.resume_epoch, optional=True)
-    node = text("relayed_by", request.relayed_by, least=0)
-    return Process(engine_ref("engine", request.engine), role, request.rank, node)
+    checks.session_secret(request.session_secret)
+    checks.random_bytes("resume_epoch", request.resume_epoch, optional=True)
+    node = checks.text("relayed_by", request.relayed_by, least=0)
+    return Process(checks.engine_ref("engine", request.engine), role, request.rank, node)
 
 
 def publication_step(message: pb.Publish, max_reads: int) -> PublicationStep:
     """Decode a step of a publication; raises `InvalidField`. `check_step` checks it against the engine's groups."""
-    within("publish.payload", len(message.payload), MAX_PAYLOAD, unit="bytes")
-    within("publish.expected_reads", message.expected_reads, max_reads)
+    checks.within("publish.payload", len(message.payload), MAX_PAYLOAD, unit="bytes")
+    checks.within("publish.expected_reads", message.expected_reads, max_reads)
     groups = len(message.groups) + len(message.unfinished.groups)
-    listed = (*message.groups, *message.unfinished.groups) if groups <= MAX_GROUPS else ()
+    listed = (*message.groups, *message.unfinished.groups) if groups <= limits.MAX_GROUPS else ()
     runs = sum(len(blocks.run_starts) for blocks in listed)
-    if runs > MAX_RUNS or groups > MAX_GROUPS:
-        raise InvalidField("publish.groups", f"{runs} runs in {groups} groups", f"at most {MAX_RUNS} in {MAX_GROUPS}")
+    if runs > limits.MAX_RUNS or groups > limits.MAX_GROUPS:
+        most = f"at most {limits.MAX_RUNS} in {limits.MAX_GROUPS}"
+        raise InvalidField("publish.groups", f"{runs} runs in {groups} groups", most)
     if message.hint_digest and (message.step or not message.last):
         raise InvalidField("publish.hint_digest", f"in step {message.step}", "with a publication of one step only")
     if message.payload and not message.last:
         raise InvalidField("publish.payload", f"{len(message.payload)} bytes", "none before the last step")
     return PublicationStep(
-        number=positive("publish.publication", message.publication),
-        request_id=text("publish.request_id", message.request_id),
+        number=checks.positive("publish.publication", message.publication),
+        request_id=checks.text("publish.request_id", message.request_id),
         index=message.step,
         groups=tuple(_group_blocks(blocks) for blocks in message.groups),
         last=message.last,
@@ -251,25 +227,25 @@ def publication_step(message: pb.Publish, max_reads: int) -> PublicationStep:
         unfinished=_unfinished(message.unfinished) if message.HasField("unfinished") else None,
         mark_ends=_mark_ends(message.marks),
         encoded=pb.ReadBlocksResponse(blocks=[blocks_of(message)]).SerializeToString(),
-        hint_digest=exactly("publish.hint_digest", message.hint_digest, HINT_DIGEST_BYTES, optional=True),
+        hint_digest=checks.exactly("publish.hint_digest", message.hint_digest, HINT_DIGEST_BYTES, optional=True),
     )
 
 
 def _unfinished(message: pb.Unfinished) -> Unfinished:
-    within("publish.unfinished.layers", len(message.layers), MAX_LAYERS, least=1, unit="layers")
+    checks.within("publish.unfinished.layers", len(message.layers), limits.MAX_LAYERS, least=1, unit="layers")
     return Unfinished(
         groups=tuple(_group_blocks(blocks) for blocks in message.groups),
-        layers=tuple(text("publish.unfinished.layers", name) for name in message.layers),
+        layers=tuple(checks.text("publish.unfinished.layers", name) for name in message.layers),
     )
 
 
 def _mark_ends(messages: Sequence[pb.PromptMark]) -> tuple[int, ...]:
-    if len(messages) > MAX_MARKS:
-        raise InvalidField("publish.marks", f"{len(messages)} marks", f"at most {MAX_MARKS} over all steps")
+    if len(messages) > limits.MAX_MARKS:
+        raise InvalidField("publish.marks", f"{len(messages)} marks", f"at most {limits.MAX_MARKS} over all steps")
     for mark in messages:
         if not mark.end:
             raise InvalidField("publish.marks.end", 0, "at least 1")
-        exactly("publish.marks.digest", mark.digest, MARK_BYTES)
+        checks.exactly("publish.marks.digest", mark.digest, MARK_BYTES)
     return tuple(mark.end for mark in messages)
 
 
@@ -280,12 +256,13 @@ def _router_key(message: pb.Publish) -> RouterKey | None:
         return None
     if message.step:
         raise InvalidField("publish.router_key", f"in step {message.step}", "in the first step only")
-    return RouterKey(text("publish.router_key", message.router_key), random_bytes("publish.key", message.key))
+    name = checks.text("publish.router_key", message.router_key)
+    return RouterKey(name, checks.random_bytes("publish.key", message.key))
 
 
 def reports(message: pb.ReadDone | pb.Validate, max_parties: int) -> tuple[RankReport, ...]:
     """Decode the reports of a notification: at least one, at most `max_parties`."""
-    within("reports", len(message.reports), max_parties, least=1, unit="reports")
+    checks.within("reports", len(message.reports), max_parties, least=1, unit="reports")
     return tuple(_report(report) for report in message.reports)
 
 
@@ -294,11 +271,11 @@ def hinted_read(
 ) -> tuple[LeaseRequest, bytes]:
     """Decode the read that a Validate ends, and the digest of its hint. Raises `InvalidField` or `BadReference` if a
     field is malformed."""
-    within("validate.parties", message.parties, max_parties, least=1)
-    named, read_id = reference(message.reference), random_bytes("validate.read_id", message.read_id)
+    checks.within("validate.parties", message.parties, max_parties, least=1)
+    named, read_id = reference(message.reference), checks.random_bytes("validate.read_id", message.read_id)
     if isinstance(named, RouterReference):
         raise InvalidField("validate.reference", "one that a router made", "that of a publication, which has a hint")
-    digest = exactly("validate.hint_digest", message.hint_digest, HINT_DIGEST_BYTES)
+    digest = checks.exactly("validate.hint_digest", message.hint_digest, HINT_DIGEST_BYTES)
     read = ReadKey(named.source, named.publication, reader, read_id)
     return LeaseRequest(read, named.key, message.parties, names=names, host=host), digest
 
@@ -314,22 +291,22 @@ def _report(message: pb.RankReport) -> RankReport:
 
 
 def _identity(entries: Mapping[str, str]) -> dict[str, str]:
-    within("identity", len(entries), MAX_IDENTITY, unit="entries")
+    checks.within("identity", len(entries), limits.MAX_IDENTITY, unit="entries")
     return dict(entries)
 
 
 def _agent(message: geometry_pb2.Agent, key: bytes) -> AgentInfo:
-    within("agent.metadata", len(message.metadata), MAX_METADATA, least=1, unit="bytes")
-    exactly("agent.metadata_sha256", message.metadata_sha256, 32)
-    name = text("agent.name", message.name, most=MAX_AGENT_NAME)
-    if not proves_agent(exactly("agent_key", key, AGENT_KEY_BYTES, optional=True), name):
+    checks.within("agent.metadata", len(message.metadata), limits.MAX_METADATA, least=1, unit="bytes")
+    checks.exactly("agent.metadata_sha256", message.metadata_sha256, 32)
+    name = checks.text("agent.name", message.name, most=limits.MAX_AGENT_NAME)
+    if not proves_agent(checks.exactly("agent_key", key, AGENT_KEY_BYTES, optional=True), name):
         # NIXL knows agents by name: readers would take this agent for the agent of the rank that has the key.
         raise InvalidField("agent_key", f"{len(key)} bytes", f"the key that agent {name[:80]!r} is named after")
     return agent_from_proto(message)
 
 
 def _group_blocks(message: pb.GroupBlocks) -> BlockRuns:
-    text("publish.groups.group", message.group)
+    checks.text("publish.groups.group", message.group)
     runs = runs_from_proto(message)
     runs.check(f"publish.groups[{message.group}]")
     return runs

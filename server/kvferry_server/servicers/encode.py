@@ -4,28 +4,15 @@ from __future__ import annotations
 
 from kvferry._clock import to_duration
 from kvferry._wire.status import reason_number
-from kvferry._wire.version import OURS_ENCODED
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NAMED_RANKS
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
-from kvferry_server.domain.questions import Ask, Question
 from kvferry_server.domain.reads import LeaseState, RankReport, RevokeReason
 from kvferry_server.domain.router_keys import WaitingRead
 from kvferry_server.domain.times import Times
-from kvferry_server.domain.watch_feed import QuestionEnded, RankLost
-from kvferry_server.home.blocks import ReadAnswer
-from kvferry_server.home.watch import WatchMessage
-from kvferry_server.servicers.limits import MAX_RELEASED_READS, READ_BYTES, READ_STEPS
-
-_STAGES = {
-    PublicationStage.PUBLISHING: ipb.REQUEST_STATE_PUBLISHING,
-    PublicationStage.PUBLISHED: ipb.REQUEST_STATE_PUBLISHED,
-    PublicationStage.ENDING: ipb.REQUEST_STATE_ENDING,
-    PublicationStage.RELEASED: ipb.REQUEST_STATE_RELEASED,
-}
 
 
 def engine_ref(ref: EngineRef) -> pb.EngineRef:
@@ -36,53 +23,6 @@ def engine_ref(ref: EngineRef) -> pb.EngineRef:
 def times(values: Times) -> pb.Times:
     """Encode the durations in force."""
     return pb.Times(**{name: to_duration(getattr(values, name)) for name in pb.Times.DESCRIPTOR.fields_by_name})
-
-
-def read_answer(epoch: bytes, read: ReadAnswer, now: float) -> bytes:
-    """Encode an answer to ReadBlocks, with as many steps as it may take. Each step came in one Notify, so one more step
-    and the payload fit a message when the limits are reached. `now`: when the answer is sent, on the home's clock."""
-    lease, publication = read.lease, read.lease.publication
-    answer = pb.ReadBlocksResponse(home_epoch=epoch, version=OURS_ENCODED)
-    if read.accepted:
-        answer.accepted.MergeFrom(_accepted(lease, read.reference, now))
-    steps, room = list[bytes](), READ_BYTES
-    for step in publication.steps[read.next_step : read.next_step + READ_STEPS]:
-        if room <= 0:
-            break
-        steps.append(step.encoded)
-        room -= len(step.encoded)
-    if read.next_step + len(steps) == len(publication.steps):
-        if publication.complete:
-            answer.complete.MergeFrom(pb.Complete(payload=publication.steps[-1].payload, steps=len(publication.steps)))
-        if lease.revoked is not None:
-            answer.revoked.reason = revoke_reason(lease.revoked)
-    return b"".join((answer.SerializeToString(), *steps))
-
-
-def watch_message(epoch: bytes, message: WatchMessage, values: Times, advertise: str, now: float) -> pb.WatchResponse:
-    """Encode a message to a process of an engine. `now`: when it is sent, on the home's clock."""
-    response = pb.WatchResponse(home_epoch=epoch)
-    if isinstance(message, pb.WatchOpened):
-        response.opened.MergeFrom(pb.WatchOpened(resumed=message.resumed, advertise=advertise, times=times(values)))
-        response.version.CopyFrom(OURS_ENCODED)
-    elif isinstance(message, pb.WatchSynced):
-        response.synced.CopyFrom(message)
-    elif isinstance(message, pb.WatchLagged):
-        response.lagged.CopyFrom(message)
-    else:
-        response.sequence, event = message.sequence, message.event
-        if isinstance(event, PublicationRecord):
-            response.released.CopyFrom(_released(event))
-        elif isinstance(event, RankLost):
-            response.rank_lost.CopyFrom(pb.RankLost(rank=event.rank, node=event.node, node_lost=event.node_lost))
-        elif isinstance(event, Question) and event.asked is not None:
-            response.question.MergeFrom(_question(event, event.asked, now))
-        elif isinstance(event, Question | QuestionEnded):
-            # Also one that has ended since the event.
-            response.question_ended.CopyFrom(pb.QuestionEnded(number=event.number))
-        else:
-            response.draining.CopyFrom(pb.Draining())
-    return response
 
 
 def revoke_reason(reason: RevokeReason | None) -> pb.RevokeReason.ValueType:
@@ -98,11 +38,12 @@ def read_state(lease: Lease) -> pb.ReadState.ValueType:
 def request_state(publication: PublicationRecord) -> ipb.RequestState.ValueType:
     """Encode the state of a publication that has arrived. A publication that was forgotten meanwhile was released
     before."""
-    return _STAGES.get(publication.stage, ipb.REQUEST_STATE_RELEASED)
+    forgotten = publication.stage is PublicationStage.FORGOTTEN
+    return ipb.RequestState.Value(f"REQUEST_STATE_{'RELEASED' if forgotten else publication.stage.name}")
 
 
-def engine_summary(engine: Engine, publications: int, leases: int) -> ipb.EngineSummary:
-    """Encode the summary of an engine; `publications` are the unreleased ones, `leases` the live ones."""
+def engine_summary(engine: Engine) -> ipb.EngineSummary:
+    """Encode the summary of an engine; within a turn."""
     return ipb.EngineSummary(
         engine=engine_ref(engine.ref),
         # A dead engine is neither listed nor found.
@@ -110,8 +51,8 @@ def engine_summary(engine: Engine, publications: int, leases: int) -> ipb.Engine
         num_ranks=engine.num_ranks,
         missing_ranks=engine.missing_ranks(MAX_NAMED_RANKS),
         num_missing=engine.num_missing,
-        publications=publications,
-        leases=leases,
+        publications=len(engine.pinned),
+        leases=engine.live_leases,
         cache_bytes=engine.cache_bytes,
     )
 
@@ -143,7 +84,7 @@ def transfer_summary(read: Lease | WaitingRead, now: float) -> ipb.TransferSumma
         source=engine_ref(publication.source),
         publication=publication.number,
         request_id=publication.request_id,
-        read=_read_summary(lease),
+        read=read_summary(lease),
         lease_remaining=to_duration(lease.remaining(now)),
         reports=[_report(report) for report in lease.reports.values()],
         router_key=_router_key(publication),
@@ -165,45 +106,8 @@ def _router_key(publication: PublicationRecord) -> str:
     return publication.router_key.name if publication.router_key is not None else ""
 
 
-def _accepted(lease: Lease, reference: str, now: float) -> pb.Accepted:
-    publication = lease.publication
-    return pb.Accepted(
-        lease_id=lease.lease_id,
-        remaining=to_duration(lease.remaining(now)),
-        renew_every=to_duration(lease.times.renew_every),
-        source=engine_ref(publication.source),
-        publication=publication.number,
-        request_id=publication.request_id,
-        lease_number=lease.number,
-        reference=reference,
-    )
-
-
-def _question(question: Question, asked: Ask, now: float) -> pb.Question:
-    return pb.Question(
-        number=question.number,
-        reference=asked.reference,
-        first_token=asked.first_token,
-        asker=engine_ref(question.asker),
-        remaining=to_duration(max(0.0, question.deadline - now)),
-        prompt=pb.Prompt.FromString(asked.prompt),
-    )
-
-
-def _released(publication: PublicationRecord) -> pb.Released:
-    # Valid reads first: there may be any number of failed ones, since every bearer of the reference may try.
-    reads = sorted(publication.reads, key=lambda lease: lease.ended_as is not LeaseState.VALID)
-    listed = reads[:MAX_RELEASED_READS]
-    return pb.Released(
-        publication=publication.number,
-        request_id=publication.request_id,
-        outcome=pb.ReleaseOutcome.ValueType(publication.outcome or 0),
-        reads=[_read_summary(lease) for lease in listed],
-        reads_left_out=len(reads) - len(listed),
-    )
-
-
-def _read_summary(lease: Lease) -> pb.ReadSummary:
+def read_summary(lease: Lease) -> pb.ReadSummary:
+    """Encode the summary of a read with a lease."""
     return pb.ReadSummary(
         reader=engine_ref(lease.request.read.reader),
         lease_number=lease.number,

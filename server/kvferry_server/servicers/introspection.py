@@ -25,7 +25,7 @@ from kvferry_server.home.home import Home
 from kvferry_server.servicers import checks, encode, limits, lists
 from kvferry_server.servicers.callers import Context, remote_host
 from kvferry_server.servicers.limits import ENGINE_PAGE_BYTES, MAX_PAGE_SIZE, MAX_PLAN_BYTES
-from kvferry_server.servicers.paging import make_token, number_key, parse_token
+from kvferry_server.servicers.lists import make_token, number_key, parse_token
 from kvferry_server.servicers.worker import Worker
 
 PLAN_SECONDS = 5  # Longest planning of one PlanRead. Some engines take minutes; ranks that are left out are named.
@@ -100,7 +100,7 @@ class Introspection(IntrospectionServicer):
         most = checks.within("page_size", request.page_size, MAX_PAGE_SIZE) or MAX_PAGE_SIZE
         with home.turn():
             engine = home.engines.find_live(engine_id, incarnation)
-            summary, description, first = lists.engine_summary(home, engine), engine.description, engine.first
+            summary, description, first = encode.engine_summary(engine), engine.description, engine.first
         if description is None or first is None:
             geometry = geometry_pb2.EngineGeometry(engine_id=engine_id, incarnation=engine.ref.incarnation)
             return ipb.GetEngineResponse(home_epoch=home.epoch, summary=summary, geometry=geometry)

@@ -12,15 +12,15 @@ from kvferry._wire.version import OURS_ENCODED, check_caller
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer
 from kvferry_server.domain.limits import MAX_NAMED_RANKS
-from kvferry_server.home.blocks import read_blocks
 from kvferry_server.home.home import Home
-from kvferry_server.home.watch import watch
 from kvferry_server.servicers import checks, decode, encode
 from kvferry_server.servicers.callers import Context, NamesOf, names_of, on_end, relaying, remote_host
 from kvferry_server.servicers.checksums import read_checksums
 from kvferry_server.servicers.limits import MAX_DIGESTED_BYTES
 from kvferry_server.servicers.notify import notify
+from kvferry_server.servicers.read_blocks import read_blocks
 from kvferry_server.servicers.relay import Caller, Relays
+from kvferry_server.servicers.watch import watch
 from kvferry_server.servicers.worker import Worker
 
 # How long before its deadline a ReadBlocks stops waiting, so that its answer arrives in time: a share of the time that
@@ -56,7 +56,7 @@ class KVTransfer(KVTransferServicer):
             await self._worker.run(host, size, whole.check_complete)
         with home.turn():
             engine = home.engines.register(registration, secret)
-            reuse_after = home.reuse_after(registration.engine)
+            reuse_after = home.engines.reuse_after(registration.engine)
         return pb.RegisterCacheResponse(
             home_epoch=home.epoch,
             reuse_after=to_duration(reuse_after),
@@ -116,10 +116,9 @@ class KVTransfer(KVTransferServicer):
         wait = min(_time_to_wait(context), home.times.max_wait)
         if request.HasField("wait"):
             wait = min(wait, checks.seconds("wait", request.wait) or wait)
-        found = await read_blocks(home, lease_request, wait, lease_id, request.next_step)
-        answer = encode.read_answer(home.epoch, found, home.clock.now())
+        answer = await read_blocks(home, lease_request, wait, lease_id, request.next_step)
         # Counted against the host of this call, not that of the lease's first call.
-        on_end(context, home.memory.hold(host or found.lease.request.read.reader, host, len(answer)).close)
+        on_end(context, home.memory.hold(lease_request.holder, host, len(answer)).close)
         return answer
 
     async def Notify(self, request: pb.NotifyRequest, context: Context) -> pb.NotifyResponse:
@@ -137,16 +136,13 @@ class KVTransfer(KVTransferServicer):
         process = decode.process(request)
         if self._relays.applies(request.home, request.relayed_by):
             home.check_not_draining()
-            async with aclosing(self._relays.watch(request, self._caller(context))) as relayed:
-                async for answer in relayed:
-                    yield answer
-            return
-        stream = watch(
-            home, process, request.session_secret, request.resume_epoch, request.resume_sequence, remote_host(context)
-        )
+            stream = self._relays.watch(request, self._caller(context))
+        else:
+            secret, epoch, host = request.session_secret, request.resume_epoch, remote_host(context)
+            stream = watch(home, process, secret, epoch, request.resume_sequence, host)
         async with aclosing(stream) as messages:
             async for message in messages:
-                yield encode.watch_message(home.epoch, message, home.times, home.advertise, home.clock.now())
+                yield message
 
     def _caller(self, context: Context) -> Caller:
         return Caller(remote_host(context), self._names_of(context))

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Hashable, Sequence
 
 from kvferry._clock import to_duration
-from kvferry._wire.reference import engine_ids, parse_reference
 from kvferry._wire.status import NOTIFICATION_ERROR_BYTES, to_notification_error
 from kvferry._wire.version import OURS_ENCODED
 from kvferry.errors import EngineUnknown, HomeRecovering, InvalidField, KvferryError, NotAllowed
@@ -62,11 +61,11 @@ async def notify(
     for index, notification in enumerate(request.notifications):
         await time_slice.pause_if_over()
         home.journal.notifications[kinds[index]] += 1
-        try:
-            results.append(await _result(home, relays, sender, notification, time_slice, caller))
-        except _Elsewhere as other:
-            elsewhere.setdefault(other.home, {})[index] = notification.decline
-            results.append(pb.NotificationResult())
+        result = await _result(home, relays, sender, notification, time_slice, caller)
+        if isinstance(result, str):
+            elsewhere.setdefault(result, {})[index] = notification.decline
+            result = pb.NotificationResult()
+        results.append(result)
     if elsewhere:
         timeout = min(DECLINE_TIMEOUT, time_left)
         answers = await asyncio.gather(
@@ -78,14 +77,6 @@ async def notify(
     return pb.NotifyResponse(home_epoch=home.epoch, results=results, version=OURS_ENCODED)
 
 
-class _Elsewhere(Exception):
-    """A decline is for another home, and must be sent on."""
-
-    def __init__(self, home: str) -> None:
-        super().__init__()
-        self.home = home
-
-
 async def _result(
     home: Home,
     relays: Relays,
@@ -93,8 +84,8 @@ async def _result(
     notification: pb.Notification,
     time_slice: TimeSlice,
     caller: Caller,
-) -> pb.NotificationResult:
-    """Act on one notification. Raises `_Elsewhere` for a decline that must be sent on."""
+) -> pb.NotificationResult | str:
+    """Act on one notification. Returns its result, or the address of the home to which a decline must be sent on."""
     kind = notification.WhichOneof("kind")
     try:
         if kind is None:
@@ -214,25 +205,24 @@ def _read_ended(answer: ReportAnswer) -> pb.NotificationResult:
     )
 
 
-def _decline(home: Home, relays: Relays, decline: pb.Decline, holder: Hashable) -> pb.NotificationResult:
-    found, named = decode.reference(decline.reference), parse_reference(decline.reference).home
+def _decline(home: Home, relays: Relays, decline: pb.Decline, holder: Hashable) -> pb.NotificationResult | str:
+    found = decode.reference(decline.reference)
     with home.turn():
         try:
             if isinstance(found, RouterReference):
-                names = engine_ids(found.engine_id, found.data_parallel_rank)
-                sources = [engine.ref for engine in home.engines.find_named(names)]
+                sources = [engine.ref for engine in home.engines.find_named(found.engine_ids)]
                 # The reference names no incarnation, and an engine of another home may have the same name.
                 ours = home.routing.concerned(sources, found.router_key)
-                if not (ours or decline.relayed_by) and relays.applies(named, ""):
-                    raise _Elsewhere(named)
+                if not (ours or decline.relayed_by) and relays.applies(found.home, ""):
+                    return found.home
                 home.routing.decline(sources, found.router_key, holder, not_published=decline.not_published)
             else:
                 home.engines.find_live(found.source.engine_id, found.source.incarnation)
                 home.lessor.decline(found.source, found.publication, found.key)
         except (EngineUnknown, HomeRecovering):
             # Sent on only if unknown here: a home may be known by several addresses.
-            if relays.applies(named, decline.relayed_by):
-                raise _Elsewhere(named) from None
+            if relays.applies(found.home, decline.relayed_by):
+                return found.home
             raise
     return _done()
 

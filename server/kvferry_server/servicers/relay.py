@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING
@@ -35,10 +35,9 @@ from kvferry._wire.version import OURS_AS_RELAY, OURS_ENCODED, check_server
 from kvferry.errors import InvalidField, KvferryError, RelayLoop, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
-from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.domain.event_log import EventLog
 from kvferry_server.domain.identity import Names
-from kvferry_server.domain.limits import check_limit
+from kvferry_server.domain.limits import Budget, check_budget, check_limit
 from kvferry_server.servicers import checks
 from kvferry_server.servicers.limits import MAX_DECLINE_HOMES, MAX_HOMES
 
@@ -84,22 +83,24 @@ class _Places:
         for budget, holder in zip(self._budgets, caller.holders(), strict=False):
             check_budget("relayed_homes", budget, holder, RELAY_RETRY_AFTER)
 
-    def take(self, caller: Caller, size: int = 1) -> None:
-        """Count connections that a caller has opened; a negative size: that are closed."""
+    def take(self, caller: Caller) -> ExitStack:
+        """Count a connection that a caller has opened until the context ends."""
+        taken = ExitStack()
         for budget, holder in zip(self._budgets, caller.holders(), strict=False):
-            budget.take(holder, size)
+            budget.take(holder)
+            taken.callback(budget.give, holder)
+        return taken
 
 
 @dataclass(slots=True)
 class _HomeChannel:
-    """A channel to a home and its stub, the TLS files that it was made with, the caller that it was opened for, the
-    places that it counts in, and the number of calls that use it."""
+    """A channel to a home and its stub, the TLS files that it was made with, what it takes of its caller's budgets, and
+    the number of calls that use it."""
 
     channel: grpc.aio.Channel
     stub: KVTransferAsyncStub
     tls: TlsConfig | TlsContent | None
-    opened_by: Caller
-    places: _Places = field(repr=False)
+    place: ExitStack
     users: int = 0
 
 
@@ -307,8 +308,7 @@ class Relays:
             # Calls that use an older channel keep it until they end.
             channel = self._dial(str(address), tls)
             stub: KVTransferAsyncStub = KVTransferStub(channel)  # type: ignore[assignment]
-            connection = self._connections[address] = _HomeChannel(channel, stub, tls, caller, places)
-            places.take(caller)
+            connection = self._connections[address] = _HomeChannel(channel, stub, tls, places.take(caller))
         connection.users += 1
         return connection
 
@@ -336,7 +336,7 @@ class Relays:
         if not connection.users:
             for address in [at for at, current in self._connections.items() if current is connection]:
                 del self._connections[address]
-            connection.places.take(connection.opened_by, -1)
+            connection.place.close()
             await connection.channel.close()
 
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from kvferry.errors import LimitReached
-from kvferry_server.domain.budgets import Budget, check_budget
+from kvferry_server.domain.limits import Budget, check_budget
 from kvferry_server.home.time_slices import Rotation
 from kvferry_server.servicers.limits import MAX_WAITING_BYTES
 

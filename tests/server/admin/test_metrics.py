@@ -211,9 +211,7 @@ async def test_scrape_walks_no_list_that_grows_with_load(tmp_path: Path, monkeyp
     node = NodeServer(configure(unix=str(tmp_path / "node.sock"), listen="", admin="127.0.0.1:0"))
     await node.start()
     try:
-        for name in ("leases", "listed_reads", "listed_publications", "released"):
-            monkeypatch.setattr(node.home.records, name, None)
-        for name in ("leases_by_id", "leases_by_read", "reads_by_source", "engines"):
+        for name in ("leases", "released", "leases_by_id", "leases_by_read", "reads_by_source", "engines"):
             monkeypatch.setattr(node.home.records, name, None)
         seen = await asyncio.to_thread(Scraped, node.admin)
         assert seen("kvferry_leases", state="reading") == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import LimitReached
-from kvferry_server.domain.budgets import LOCAL, Budget, check_budget
+from kvferry_server.domain.limits import LOCAL, Budget, check_budget
 
 
 @pytest.mark.parametrize(("holder", "named"), [(None, LOCAL), ("", LOCAL), ("10.0.0.1", "10.0.0.1")])

@@ -24,6 +24,7 @@ from kvferry.errors import (
     WrongSession,
 )
 from kvferry.geometry.model import AgentInfo
+from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import MAX_NAMED_RANKS, MAX_REGION_CHECKS, Limits
@@ -32,7 +33,7 @@ from kvferry_server.domain.records import Records
 from kvferry_server.domain.registrations import REGISTRATION_BYTES, Registration
 from kvferry_server.domain.registry import Registry
 from kvferry_server.domain.sources import Sources
-from kvferry_server.domain.watch_feed import Event, Feed, Process, RankLost, Role
+from kvferry_server.domain.watch_feed import Event, Feed, Process, Role
 from tests.support.parties import (
     BASE,
     FULL,
@@ -73,7 +74,7 @@ class Scene:
         seen = self.feed.sequence
         self.clock.pass_by(seconds)
         self.registry.advance()
-        return [numbered.event for numbered in self.feed.after(seen)]
+        return [event for _, event in self.feed.after(seen)]
 
 
 @pytest.fixture
@@ -350,7 +351,7 @@ def test_a_rank_whose_watch_is_lost_makes_the_engine_unreadable(scene: Scene) ->
     scene.registry.close_rank(P, 1)
     assert scene.wait(TIMES.engine_ttl - 1) == []
     engine.check_readable()
-    assert scene.wait(1) == [RankLost(1, "", node_lost=False)]
+    assert scene.wait(1) == [pb.RankLost(rank=1, node="", node_lost=False)]
     with pytest.raises(EngineIncomplete) as caught:
         engine.check_readable()
     assert caught.value.values["missing_ranks"] == "1"
@@ -360,7 +361,7 @@ def test_a_rank_whose_watch_is_lost_makes_the_engine_unreadable(scene: Scene) ->
     scene.registry.register(registration(rank=1, ranks=2), secret)
     engine.check_readable()
     # Without a Watch the rank ends after one ttl.
-    assert scene.wait(TIMES.engine_ttl) == [RankLost(1, "", node_lost=False)]
+    assert scene.wait(TIMES.engine_ttl) == [pb.RankLost(rank=1, node="", node_lost=False)]
 
 
 def test_a_rank_that_comes_back_in_time_is_not_lost(scene: Scene) -> None:
@@ -435,9 +436,9 @@ def test_nodes_of_missing_ranks_are_named_and_so_are_lost_nodes(scene: Scene) ->
     for rank in (1, 2, 3):
         scene.registry.close_rank(P, rank)
     died = [
-        RankLost(1, "one:1", node_lost=True),
-        RankLost(2, "two:1", node_lost=False),
-        RankLost(3, "", node_lost=False),
+        pb.RankLost(rank=1, node="one:1", node_lost=True),
+        pb.RankLost(rank=2, node="two:1", node_lost=False),
+        pb.RankLost(rank=3, node="", node_lost=False),
     ]
     assert scene.wait(TIMES.engine_ttl) == died
     with pytest.raises(EngineIncomplete, match=r"nodes: one:1, two:1; nodes lost: one:1$") as caught:
@@ -452,8 +453,8 @@ def test_nodes_of_missing_ranks_are_named_and_so_are_lost_nodes(scene: Scene) ->
         scene.registry.register(registration(rank=rank, ranks=5), secret)
         scene.registry.close_rank(P, rank)
     assert scene.wait(TIMES.engine_ttl) == [
-        RankLost(1, "", node_lost=False),
-        RankLost(2, "two:1", node_lost=True),
+        pb.RankLost(rank=1, node="", node_lost=False),
+        pb.RankLost(rank=2, node="two:1", node_lost=True),
     ]
 
 

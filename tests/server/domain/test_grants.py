@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry_server.domain.roles import (
+    EVERY,
     MEMBER,
     OPERATOR,
     Grant,
@@ -49,7 +50,7 @@ def test_rules_that_fit_count_together() -> None:
         (
             Rule(("a.example",), Grant(engine=("p-*",))),
             Rule(("*.example",), Grant(reader=("d-1", "d-2"))),
-            Rule(("b.example",), Grant(admin=True)),
+            Rule(("b.example",), Grant(admin=(EVERY,))),
         ),
     )
     granted = policy.granted(("other", "a.example"))
@@ -58,7 +59,7 @@ def test_rules_that_fit_count_together() -> None:
 
 
 def test_a_role_is_for_the_engines_that_its_patterns_fit() -> None:
-    granted = Grant(engine=("p-*",), observer=True)
+    granted = Grant(engine=("p-*",), observer=(EVERY,))
     assert granted.allows(Need((ENGINE,), "p-1"))
     assert granted.allows(Need((READER, ENGINE), "p-1"))
     assert not granted.allows(Need((ENGINE,), "d-1"))

@@ -23,15 +23,14 @@ from kvferry.errors import (
     ServerDraining,
     WrongKey,
 )
-from kvferry_server.domain.identity import EngineRef, RouterKey, RouterReference
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain.identity import EngineRef, RouterKey
 from kvferry_server.domain.limits import MAX_QUESTIONS, Limits
 from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.questions import QUESTION_BYTES, Ask, Question, QuestionOutcome
-from kvferry_server.domain.reads import RoutedRequest
 from kvferry_server.domain.router_keys import WaitingRead
 from kvferry_server.domain.routing import Routing
 from kvferry_server.domain.times import ANSWER_HOLD, ENDED_KEPT, Times
-from kvferry_server.domain.watch_feed import QuestionEnded
 from tests.support.parties import P2, SECRETS, TIMES, D, E, P, Scene, arrived, ask, registration
 
 WAIT = 0.25
@@ -62,15 +61,14 @@ class Asked:
 
     def heard(self) -> list[str | int]:
         """What the source's Watch has been told of questions since the last call: references, and numbers of ends."""
-        told = [numbered.event for numbered in self.scene.feed.after(self._heard)]
+        told = [event for _, event in self.scene.feed.after(self._heard)]
         self._heard = self.scene.feed.sequence
-        asked = [event.asked.reference for event in told if isinstance(event, Question) and event.asked]
-        return [*asked, *(event.number for event in told if isinstance(event, QuestionEnded))]
+        asked = [event.ask.reference for event in told if isinstance(event, Question) and event.open]
+        return [*asked, *(event.number for event in told if isinstance(event, pb.QuestionEnded))]
 
     def wait_for(self, name: str = "first") -> WaitingRead:
         """Begin a read that waits for an answer."""
-        routed = RoutedRequest(RouterReference(P.engine_id, 0, key(name)), ask(name=name))
-        return self.routing.wait([P], routed)
+        return self.routing.wait([P], key(name), ask(name=name))
 
     def find(self, name: str = "first") -> PublicationRecord | None:
         return self.routing.find([P], key(name))
@@ -113,9 +111,9 @@ def test_question_reaches_the_source_and_its_publication_the_asker(asked: Asked)
     assert asked.heard() == ["reference of first"]
     waiting = asked.wait_for()
     assert asked.find() is None
-    asked.records.take_changes()
+    asked.scene.woken.clear()
     publication = asked.answer()
-    assert waiting in asked.records.take_changes()
+    assert waiting in asked.scene.woken
     assert asked.find() is publication
     assert asked.heard() == [1]
     assert asked.outcomes() == {QuestionOutcome.ANSWERED: 1}
@@ -130,10 +128,10 @@ def test_question_reaches_the_source_and_its_publication_the_asker(asked: Asked)
 def test_question_that_is_missed_ends_the_reads_that_wait(asked: Asked, reason: MissReason) -> None:
     asked.ask()
     waiting = asked.wait_for()
-    asked.records.take_changes()
+    asked.scene.woken.clear()
     for _ in range(2):
         asked.scene.sources.miss(P, 1, reason)
-    assert waiting in asked.records.take_changes()
+    assert waiting in asked.scene.woken
     assert missed(asked.find) == reason.name
     assert missed(asked.ask) == reason.name
     assert asked.heard()[-1:] == [1]
@@ -151,9 +149,9 @@ def test_question_without_an_answer_in_time_is_a_miss(asked: Asked) -> None:
     waiting = asked.wait_for()
     asked.scene.wait(WAIT / 2)
     assert asked.find() is None
-    asked.records.take_changes()
+    asked.scene.woken.clear()
     asked.scene.wait(WAIT / 2)
-    assert waiting in asked.records.take_changes()
+    assert waiting in asked.scene.woken
     assert missed(asked.find) == "NO_ANSWER"
     assert asked.outcomes() == {QuestionOutcome.UNANSWERED: 1}
     asked.scene.sources.miss(P, 1, MissReason.BUSY)
@@ -411,7 +409,7 @@ def test_prompt_of_an_ended_question_is_kept_nowhere(asked: Asked) -> None:
 def test_questions_end_with_their_engine(asked: Asked, how: str) -> None:
     asked.ask(wait=2.0)
     waiting = asked.wait_for()
-    asked.records.take_changes()
+    asked.scene.woken.clear()
     if how == "retired":
         asked.scene.registry.retire(P)
     elif how == "evicted":
@@ -419,7 +417,7 @@ def test_questions_end_with_their_engine(asked: Asked, how: str) -> None:
     else:
         asked.scene.lose()
         asked.scene.open(P2)
-    assert waiting in asked.records.take_changes()
+    assert waiting in asked.scene.woken
     assert asked.outcomes() == {QuestionOutcome.UNANSWERED: 1}
     with pytest.raises(EngineUnknown):
         asked.ask("second")
@@ -436,7 +434,7 @@ def test_questions_end_with_an_engine_whose_last_publication_is_due_at_that_mome
     asked.scene.wait(TIMES.hold - 0.125)
     asked.ask(wait=2.0)
     waiting = asked.wait_for()
-    asked.records.take_changes()
+    asked.scene.woken.clear()
     # The timers are late, as they always are by some microseconds.
     asked.scene.clock.pass_by(0.25)
     if how == "retired":
@@ -444,7 +442,7 @@ def test_questions_end_with_an_engine_whose_last_publication_is_due_at_that_mome
     else:
         asked.scene.registry.evict(P)
     assert asked.outcomes() == {QuestionOutcome.UNANSWERED: 1}
-    assert waiting in asked.records.take_changes()
+    assert waiting in asked.scene.woken
     asked.routing.end_wait(waiting)
     asked.scene.wait(5)
     assert asked.records.memory.used == 0
@@ -509,11 +507,11 @@ def test_ended_questions_are_told_to_a_resumed_watch_and_open_ones_are_state(ask
     seen = asked.scene.feed.sequence
     asked.withdraw("1")
     asked.ask("3")
-    told = [numbered.event for numbered in asked.scene.feed.after(seen)]
-    assert [event.number for event in told if isinstance(event, Question | QuestionEnded)] == [1, 3]
+    told = [event for _, event in asked.scene.feed.after(seen)]
+    assert [event.number for event in told if isinstance(event, Question | pb.QuestionEnded)] == [1, 3]
     assert [each.number for each in asked.records.of_engine(P).router_keys.questions.open()] == [2, 3]
     # A Watch from before does not hear of what has begun and ended meanwhile.
-    events = [numbered.event for numbered in asked.scene.feed.after(0)]
+    events = [event for _, event in asked.scene.feed.after(0)]
     assert [event.number for event in events if isinstance(event, Question)] == [2, 3]
     assert asked.scene.feed.dropped_after(0) == 0
 

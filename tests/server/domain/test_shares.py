@@ -12,10 +12,8 @@ import pytest
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import KvferryError, LimitReached, PublicationStale
 from kvferry.geometry.blocks import BlockRuns
-from kvferry_server.domain.budgets import Budget, MemoryBudget
-from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.limits import Limits
+from kvferry_server.domain.limits import Budget, Limits, MemoryBudget
 from kvferry_server.domain.publications import Lease
 from kvferry_server.domain.reads import Verdict
 from kvferry_server.domain.records import Records
@@ -62,8 +60,7 @@ def flood(call: Callable[[int], object], most: int = 100_000) -> int:
 
 
 def opened(sources: Sources, engine: EngineRef) -> None:
-    life = Engine(engine, TIMES, groups={group.name: group for group in GROUPS})
-    sources._records.open(life, SECRETS[engine])
+    sources._records.open(engine, SECRETS[engine]).groups = {group.name: group for group in GROUPS}
     sources.begin_snapshot(engine)
     sources.end_snapshot(engine, 0)
 

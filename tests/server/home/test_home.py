@@ -11,14 +11,13 @@ import pytest
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import LimitReached, WatchTakenOver
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.clock import BOOT
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.reads import RevokeReason
-from kvferry_server.domain.times import Times
-from kvferry_server.domain.watch_feed import Feed, Numbered, Process, Role
+from kvferry_server.domain.times import BOOT, Times
+from kvferry_server.domain.watch_feed import Event, Feed, Process, Role
 from kvferry_server.home.home import EVENT_BYTES, Home
-from kvferry_server.home.watch import WatchMessage, watch
+from kvferry_server.servicers.watch import watch
 from tests.support.parties import P2, SECRETS, TIMES, D, E, FakeClock, P, arrived, ask, offer, registration
 
 SCHEDULER = Process(P, Role.SCHEDULER)
@@ -48,12 +47,12 @@ async def driven(home: Home) -> AsyncIterator[Feed]:
             await driver
 
 
-async def next_event(home: Home, feed: Feed) -> Numbered:
+async def next_event(home: Home, feed: Feed) -> Event:
     with home.wakeups.watching(feed) as waker:
         while not feed.after(0):
             waker.clear()
             await waker.wait()
-    return feed.after(0)[0]
+    return feed.after(0)[0][1]
 
 
 async def test_deadlines_fire_without_calls_and_also_before_the_awaited_deadline() -> None:
@@ -63,8 +62,8 @@ async def test_deadlines_fire_without_calls_and_also_before_the_awaited_deadline
             home.sources.publish(P, offer())
             lease = home.lessor.grant(ask())
         told = await asyncio.wait_for(next_event(home, feed), 20)
-    assert isinstance(told.event, PublicationRecord)
-    assert told.event.outcome is ReleaseOutcome.UNREAD
+    assert isinstance(told, PublicationRecord)
+    assert told.outcome is ReleaseOutcome.UNREAD
     assert not lease.live
 
 
@@ -101,10 +100,10 @@ async def test_a_predecessor_ends_before_its_successor_begins() -> None:
         home.open_watch(successor, SECRETS[P2])
         assert lease.live
         # Leases that a new home does not know count as long as they may last.
-        assert home.reuse_after(successor.engine) == home.times.ttl - home.times.engine_ttl
+        assert home.engines.reuse_after(successor.engine) == home.times.ttl - home.times.engine_ttl
     clock.pass_by(home.times.ttl)
     with home.turn():
-        assert home.reuse_after(successor.engine) == 0
+        assert home.engines.reuse_after(successor.engine) == 0
         assert not arrived(home.records)
 
 
@@ -154,18 +153,18 @@ async def test_full_state_beside_an_unfinished_one_needs_memory() -> None:
             home.sources.abort(P, number)
     async with AsyncExitStack() as stack:
 
-        async def again() -> AsyncGenerator[WatchMessage, None]:
+        async def again() -> AsyncGenerator[pb.WatchResponse, None]:
             stream = watch(home, SCHEDULER, SECRETS[P], b"", 0)
             await stack.enter_async_context(aclosing(stream))
-            assert await anext(stream) == pb.WatchOpened(resumed=False)
+            assert (await anext(stream)).opened.resumed is False
             return stream
 
         held = home.memory.held(P)
         first = await again()
-        assert isinstance(await anext(first), Numbered)
+        assert (await anext(first)).HasField("released")
         assert home.memory.held(P) == held + 3 * EVENT_BYTES
         second = await again()
-        assert isinstance(await anext(second), Numbered)
+        assert (await anext(second)).HasField("released")
         assert home.memory.held(P) == held + 6 * EVENT_BYTES
         home.memory.take(E, (1 << 20) - home.memory.used - 100)
         third = await again()
@@ -177,7 +176,7 @@ async def test_full_state_beside_an_unfinished_one_needs_memory() -> None:
         assert home.memory.held(P) == held
         # A process to which no full state is being sent is never refused one.
         last = await again()
-        assert [type(await anext(last)) for _ in range(4)] == [Numbered] * 3 + [pb.WatchSynced]
+        assert [(await anext(last)).WhichOneof("event") for _ in range(4)] == ["released"] * 3 + ["synced"]
         assert home.memory.held(P) == held
 
 
@@ -193,16 +192,16 @@ async def test_events_dropped_while_the_full_state_is_sent_are_not_lost() -> Non
     with home.turn():
         opened(home)
     async with aclosing(watch(home, SCHEDULER, SECRETS[P], b"", 0)) as stream:
-        assert await anext(stream) == pb.WatchOpened(resumed=False)
-        assert isinstance(await anext(stream), pb.WatchSynced)
+        assert (await anext(stream)).opened.resumed is False
+        assert (await anext(stream)).HasField("synced")
         released(1, 2, 3)
-        assert await anext(stream) == pb.WatchLagged(dropped=1)
-        assert isinstance(await anext(stream), Numbered)
+        assert (await anext(stream)).lagged.dropped == 1
+        assert (await anext(stream)).HasField("released")
         released(4, 5, 6)
         rest = [await anext(stream) for _ in range(10)]
-    assert [type(message) for message in rest] == [
-        *[Numbered] * 2,
-        pb.WatchSynced,
-        pb.WatchLagged,
-        *[Numbered] * 6,
+    assert [message.WhichOneof("event") for message in rest] == [
+        *["released"] * 2,
+        "synced",
+        "lagged",
+        *["released"] * 6,
     ]

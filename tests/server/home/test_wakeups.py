@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvferry_server.home.wakeups import Waker
+from kvferry_server.home.home import Waker
 
 
 @pytest.mark.parametrize("seconds", [None, 600.0])

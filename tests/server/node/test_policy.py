@@ -370,7 +370,7 @@ def test_router_reference_needs_roles_for_its_possible_engines() -> None:
         assert may("Notify", decline, reader=(name,))
         assert not may("ReadBlocks", read, reader=(name,))
     assert may("ReadBlocks", read, reader=("p", "p_dp0"))
-    for nothing in ({"engine": ("p_dp1",)}, {"reader": ("q",)}, {"relay": ("p",)}, {"observer": True}):
+    for nothing in ({"engine": ("p_dp1",)}, {"reader": ("q",)}, {"relay": ("p",)}, {"observer": ("*",)}):
         assert not may("Notify", decline, **nothing)
 
 
@@ -388,7 +388,7 @@ def test_refusal_is_short_for_any_request() -> None:
     """Refusals are logged."""
     request = pb.WatchRequest(engine=pb.EngineRef(engine_id="x" * 3_000_000))
     with pytest.raises(NotAllowed) as caught:
-        who_has(observer=True).check("/kvferry.v1.KVTransfer/Watch", request, cast("Any", None))
+        who_has(observer=("*",)).check("/kvferry.v1.KVTransfer/Watch", request, cast("Any", None))
     assert len(caught.value.message) + sum(map(len, caught.value.values.values())) < 1500
 
 
@@ -408,7 +408,7 @@ def test_batch_that_is_too_large_is_not_checked_item_by_item(monkeypatch: pytest
         who_has(reader=("p-*",)).check("/kvferry.v1.KVTransfer/Notify", request, cast("Any", None))
         assert len(parsed) == looked_at
         with pytest.raises(NotAllowed):
-            who_has(observer=True).check("/kvferry.v1.KVTransfer/Notify", request, cast("Any", None))
+            who_has(observer=("*",)).check("/kvferry.v1.KVTransfer/Notify", request, cast("Any", None))
 
 
 def test_policy_in_an_inaccessible_folder_is_refused(tmp_path: Path) -> None:

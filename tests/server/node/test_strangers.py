@@ -29,12 +29,12 @@ from kvferry.geometry import RankGeometry
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
-from kvferry_server.domain.hosts import host_of
 from kvferry_server.node.connections import ConnectionLimiter, connections_each
 from kvferry_server.node.grpc_server import _CAN_MEND
 from kvferry_server.node.limits import RESTART_LOG_PAUSE
 from kvferry_server.node.loading import configure
 from kvferry_server.node.server import NodeServer
+from kvferry_server.servicers.callers import host_of
 from tests.support import http2
 from tests.support.certificates import Authority, tls_flags
 from tests.support.http2 import Connection, data, frame, message, request_headers

@@ -1,23 +1,26 @@
-"""The stream of events that a home sends to a process of an engine, as values."""
+"""The RPC Watch: the stream of events that a home sends to a process of an engine."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, aclosing, contextmanager, suppress
-from typing import TypeAlias
 
+from kvferry._clock import to_duration
+from kvferry._wire.version import OURS_ENCODED
 from kvferry.errors import LimitReached, ServerDraining, WatchTakenOver
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.questions import Question
-from kvferry_server.domain.watch_feed import Event, Feed, Numbered, Process
+from kvferry_server.domain.reads import LeaseState
+from kvferry_server.domain.watch_feed import Event, Feed, Process
 from kvferry_server.home.home import EVENT_BYTES, Home
-
-WatchMessage: TypeAlias = pb.WatchOpened | Numbered | pb.WatchSynced | pb.WatchLagged
+from kvferry_server.servicers import encode
+from kvferry_server.servicers.limits import MAX_RELEASED_READS
 
 
 async def watch(
     home: Home, process: Process, secret: bytes, resume_epoch: bytes, resume_sequence: int, host: str = ""
-) -> AsyncGenerator[WatchMessage, None]:
+) -> AsyncGenerator[pb.WatchResponse, None]:
     """Serve a process's Watch: yield its full state, or the events after `resume_sequence` if `resume_epoch` is that of
     this home, then events as they happen.
 
@@ -37,13 +40,14 @@ async def watch(
         # A home that needs a resync must send the full state: only `synced`, at its end, can ask for the resync.
         resumed = resumed and not home.need_resync(process)
     try:
-        yield pb.WatchOpened(resumed=resumed)
+        opened = pb.WatchOpened(resumed=resumed, advertise=home.advertise, times=encode.times(home.times))
+        yield pb.WatchResponse(home_epoch=home.epoch, version=OURS_ENCODED, opened=opened)
         needs_state = not resumed
         with home.wakeups.watching(feed) as waker:
             while True:
                 waker.clear()
                 if not needs_state and (dropped := feed.dropped_after(sent)):
-                    yield pb.WatchLagged(dropped=dropped)
+                    yield pb.WatchResponse(home_epoch=home.epoch, lagged=pb.WatchLagged(dropped=dropped))
                     needs_state = True
                 if needs_state:
                     sent, needs_state = feed.sequence, False
@@ -52,12 +56,12 @@ async def watch(
                             yield message
                     # Events that happened meanwhile may have been dropped.
                     continue
-                for numbered in feed.after(sent):
+                for sequence, event in feed.after(sent):
                     _check_current(feed, number)
-                    sent = numbered.sequence
-                    with _taken(home, process, host, numbered.event) as goes:
+                    sent = sequence
+                    with _taken(home, process, host, event) as goes:
                         if goes:
-                            yield numbered
+                            yield _message(home, event, sequence)
                 _check_current(feed, number)
                 if feed.after(sent):
                     continue
@@ -71,7 +75,7 @@ async def watch(
                 home.close_watch(process)
 
 
-async def _full_state(home: Home, feed: Feed, number: int, host: str) -> AsyncGenerator[WatchMessage, None]:
+async def _full_state(home: Home, feed: Feed, number: int, host: str) -> AsyncGenerator[pb.WatchResponse, None]:
     process = feed.process
     events = home.state(process)
     size = EVENT_BYTES * len(events)
@@ -86,11 +90,12 @@ async def _full_state(home: Home, feed: Feed, number: int, host: str) -> AsyncGe
             _check_current(feed, number)
             with _taken(home, process, host, event) as goes:
                 if goes:
-                    yield Numbered(0, event)
+                    yield _message(home, event)
     finally:
         home.memory.give(process.engine, size)
         feed.full_states -= 1
-    yield pb.WatchSynced(need_resync=home.need_resync(process))
+    synced = pb.WatchSynced(need_resync=home.need_resync(process))
+    yield pb.WatchResponse(home_epoch=home.epoch, synced=synced)
 
 
 @contextmanager
@@ -101,11 +106,11 @@ def _taken(home: Home, process: Process, host: str, event: Event) -> Iterator[bo
     if not isinstance(event, Question):
         yield True
         return
-    asked, goes = event.asked, False
+    goes = False
     with ExitStack() as held:
-        if asked is not None:
+        if event.open:
             with suppress(LimitReached):
-                held.enter_context(home.memory.hold(host or process.engine, host, asked.size))
+                held.enter_context(home.memory.hold(host or process.engine, host, event.ask.size))
                 goes = True
         yield goes
 
@@ -116,3 +121,47 @@ def _check_current(feed: Feed, number: int) -> None:
     if feed.current_watch != number:
         engine_id = feed.process.engine.engine_id
         raise WatchTakenOver(f"a newer Watch of the same process of {engine_id!r} took over", engine_id=engine_id)
+
+
+def _message(home: Home, event: Event, sequence: int = 0) -> pb.WatchResponse:
+    response = pb.WatchResponse(home_epoch=home.epoch, sequence=sequence)
+    if isinstance(event, PublicationRecord):
+        response.released.CopyFrom(_released(event))
+    elif isinstance(event, Question):
+        if event.open:
+            response.question.MergeFrom(_question(event, home.clock.now()))
+        else:
+            # It has ended since the event.
+            response.question_ended.number = event.number
+    elif isinstance(event, pb.RankLost):
+        response.rank_lost.CopyFrom(event)
+    elif isinstance(event, pb.QuestionEnded):
+        response.question_ended.CopyFrom(event)
+    else:
+        response.draining.CopyFrom(event)
+    return response
+
+
+def _question(question: Question, now: float) -> pb.Question:
+    ask = question.ask
+    return pb.Question(
+        number=question.number,
+        reference=ask.reference,
+        first_token=ask.first_token,
+        asker=encode.engine_ref(ask.asker),
+        remaining=to_duration(max(0.0, question.deadline - now)),
+        prompt=pb.Prompt.FromString(ask.prompt),
+    )
+
+
+def _released(publication: PublicationRecord) -> pb.Released:
+    # Valid reads first: there may be any number of failed ones, since every bearer of the reference may try.
+    reads = sorted(publication.reads, key=lambda lease: lease.ended_as is not LeaseState.VALID)
+    listed = reads[:MAX_RELEASED_READS]
+    return pb.Released(
+        publication=publication.number,
+        request_id=publication.request_id,
+        outcome=pb.ReleaseOutcome.ValueType(publication.outcome or 0),
+        reads=[encode.read_summary(lease) for lease in listed],
+        reads_left_out=len(reads) - len(listed),
+    )
