@@ -26,7 +26,7 @@ from kvferry._loop import Loop
 from kvferry._threads import no_thread, start_thread
 from kvferry._tracing import call_metadata
 from kvferry._wire.channel import Dial, TlsConfig, connect
-from kvferry._wire.handshake import Handshaken, put_together
+from kvferry._wire.geometry_codec import Handshaken, put_together
 from kvferry._wire.status import from_notification_error, from_rpc_error
 from kvferry._wire.version import check_server, introduce
 from kvferry.errors import Closed, InternalError, KvferryError, Unreachable

@@ -16,8 +16,7 @@ from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._tracing import start_span
 from kvferry._wire.authority import has_agent_key
-from kvferry._wire.geometry_codec import agent_from_proto, group_to_proto, rank_to_proto
-from kvferry._wire.handshake import Handshaken
+from kvferry._wire.geometry_codec import Handshaken, agent_from_proto, group_to_proto, rank_to_proto
 from kvferry.errors import (
     AgentsWithheld,
     BadAgentMetadata,
