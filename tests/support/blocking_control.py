@@ -72,7 +72,7 @@ class BlockingControl:
 
     def read_blocks(self, request: pb.ReadBlocksRequest, timeout: float = 30.0) -> pb.ReadBlocksResponse:
         async def ask() -> pb.ReadBlocksResponse:
-            return await self.control.read_blocks(request, timeout).answer()
+            return await self.control.read_blocks(request, timeout)
 
         return self.loop.run(ask())
 

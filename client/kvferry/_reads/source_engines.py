@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
-from kvferry._control.breaker import Breaker
+from kvferry._control.backoff import Breaker
 from kvferry._control.connection import HANDSHAKE_TIMEOUT, Control
 from kvferry._control.retrying import retrying
 from kvferry._engine_spec import EngineSpec
