@@ -225,7 +225,7 @@ def test_a_home_that_takes_nothing_leaves_room_for_messages_to_others(
         for _ in range(8):
             let_go(holder, far)
         deaf.until(lambda: len(deaf.notified) == 8)
-        until(lambda: len(holder._notifier._waiting.get(far, ())) == 3)
+        until(lambda: holder._notifier._waiting[far] == 3)
         let_go(holder, control)
         server.until(lambda: len(server.notified) == 2)
         on_loop(server.loop, far.close)
