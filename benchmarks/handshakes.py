@@ -20,7 +20,7 @@ from benchmarks.echo_server import echo_server
 from benchmarks.measures import FULL, Action, Effort, Measure, Topic, interleaved
 from benchmarks.node_server import ServerProcess, node_server
 from benchmarks.parties import TIMEOUT, Party, sent
-from kvferry._wire.handshake import put_together
+from kvferry._wire.geometry_codec import put_together
 from kvferry.geometry import EngineGeometry
 from kvferry.planner import plan_read
 from kvferry.v1 import kv_transfer_pb2 as pb

@@ -10,7 +10,7 @@ from kvferry._control.connection import CALL_TIMEOUT
 from kvferry._control.home_session import HomeSession
 from kvferry._control.publications import Publication, Release
 from kvferry._control.publish import Publish, PublishMore
-from kvferry._control.questions import Question, checked_miss
+from kvferry._control.questions import Question
 from kvferry._forks import Closing
 from kvferry._wire.outcomes import MissReason
 from kvferry._wire.token import EngineToken
@@ -129,7 +129,7 @@ class EngineSession(Closing):
     def miss(self, question: Question, reason: MissReason) -> None:
         """Answer a question with nothing, without a wait. Does nothing for a question that has ended. Raises
         `InvalidField` for other arguments, and for the reason NO_ANSWER, which only homes give."""
-        self._session.miss(*checked_miss(question, reason))
+        self._session.miss(question, reason)
 
     def unreleased(self) -> tuple[Publication, ...]:
         """Return the publications whose blocks are still pinned."""

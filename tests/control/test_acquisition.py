@@ -47,7 +47,7 @@ def recorded_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         pauses.append(seconds)
         await asyncio.sleep(seconds)
 
-    patched = SimpleNamespace(sleep=sleep, CancelledError=asyncio.CancelledError)
+    patched = SimpleNamespace(sleep=sleep, wait=asyncio.wait, CancelledError=asyncio.CancelledError)
     monkeypatch.setattr(acquisition, "asyncio", patched)
     return pauses
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry._control.breaker import Breaker
+from kvferry._control.backoff import Breaker
 
 
 def failing(breaker: Breaker, times: int, now: float = 0.0) -> None:

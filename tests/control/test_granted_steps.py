@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry._control import granted_steps
-from kvferry._control.granted_steps import STEP_BYTES, GrantedSteps, joined
+from kvferry._control.granted_steps import STEP_BYTES, GrantedSteps
 from kvferry.errors import BlocksShort, InvalidField
 from kvferry.geometry import Blocks
 from kvferry.geometry.blocks import Unfinished, runs_of
@@ -34,14 +34,6 @@ def test_each_step_goes_on_in_each_of_its_groups_where_the_one_before_ended() ->
     assert (blocks["full"].first_token, blocks["full"].end_token) == (16, 100)
     assert (blocks["window"].first_token, blocks["window"].end_token) == (32, 64)
     assert steps.take().blocks == {}
-
-
-def test_steps_are_joined_in_the_order_of_their_numbers() -> None:
-    later, first = (
-        pb.Blocks(step=1, groups=[part("full", 16, 32, (2, 1))]),
-        pb.Blocks(groups=[part("full", 0, 16, (7, 1))]),
-    )
-    assert joined([later, first])["full"].ids.tolist() == [7, 2]
 
 
 @pytest.mark.parametrize("first", [15, 17, 32])
@@ -87,11 +79,13 @@ def test_the_blocks_of_all_groups_are_counted_together(monkeypatch: pytest.Monke
         pb.Blocks(groups=[part("full", 0, 48, (1, 2), (9, 1)), part("window", 0, 16, (1, 1))]),
         pb.Blocks(step=1, groups=[part("full", 48, 64, (12, 1))]),
     ]
+    steps = GrantedSteps()
+    steps.add(told)
     if most < 5:
         with pytest.raises(InvalidField, match="number of blocks of all groups"):
-            joined(told)
+            steps.take()
     else:
-        assert joined(told)["full"].ids.tolist() == [1, 2, 9, 12]
+        assert steps.take().blocks["full"].ids.tolist() == [1, 2, 9, 12]
 
 
 def named(step: int, *layers: str, begun: list[pb.GroupBlocks] | None = None) -> pb.Blocks:

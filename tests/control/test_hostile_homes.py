@@ -27,7 +27,7 @@ from kvferry._control.publish import PublishMore
 from kvferry._control.reader_lease import LONGEST_LEASE, ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._session import EngineSession, home_session_of
-from kvferry._wire.handshake import put_together
+from kvferry._wire.geometry_codec import put_together
 from kvferry._wire.reference import format_reference, parse_reference
 from kvferry._wire.status import from_notification_error, to_notification_error
 from kvferry._wire.token import engine_ref
@@ -175,7 +175,7 @@ def test_a_handshake_of_more_ranks_than_it_said_ends_at_once() -> None:
 
 
 def test_a_handshake_of_too_many_planes_is_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry._wire.handshake.MAX_PLANES", 100, raising=False)
+    monkeypatch.setattr("kvferry._wire.geometry_codec.MAX_PLANES", 100, raising=False)
     planes = [geometry_pb2.Plane() for _ in range(101)]
     page = pb.HandshakeResponse(ranks=[geometry_pb2.RankGeometry(planes=planes)])
     first = pb.HandshakeResponse(
@@ -225,7 +225,7 @@ def test_a_home_that_takes_nothing_leaves_room_for_messages_to_others(
         for _ in range(8):
             let_go(holder, far)
         deaf.until(lambda: len(deaf.notified) == 8)
-        until(lambda: len(holder._notifier._waiting.get(far, ())) == 3)
+        until(lambda: holder._notifier._waiting[far] == 3)
         let_go(holder, control)
         server.until(lambda: len(server.notified) == 2)
         on_loop(server.loop, far.close)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry import Client, EngineSpec
-from kvferry._wire.handshake import put_together
+from kvferry._wire.geometry_codec import put_together
 from kvferry._wire.version import OURS, OURS_ENCODED
 from kvferry.errors import ContractDiffers
 from kvferry.v1 import geometry_pb2

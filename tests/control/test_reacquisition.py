@@ -78,13 +78,8 @@ class World:
 
     def _read_blocks(self, request: pb.ReadBlocksRequest, left: float) -> Any:
         self.calls.append((request, left))
-        answer = self._answer = self.loop.future()
-
-        async def answered() -> pb.ReadBlocksResponse:
-            found: pb.ReadBlocksResponse = await answer
-            return found
-
-        return SimpleNamespace(answer=answered)
+        self._answer = self.loop.future()
+        return self._answer
 
     async def _sleep(self, seconds: float) -> None:
         self.pauses.append(seconds)

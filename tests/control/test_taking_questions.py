@@ -5,13 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvferry import Blocks, MissReason, Prompt, PromptInput, Question
 from kvferry._control.home_session import HomeSession
-from kvferry._control.questions import MAX_OPEN, AskedPrefix, Questions, checked_miss
-from kvferry._wire.prompt_codec import MAX_ASKED_TOKENS, MAX_INPUTS, asked_end, prompt_from_proto, prompt_to_proto
+from kvferry._control.questions import (
+    MAX_ASKED_TOKENS,
+    MAX_INPUTS,
+    MAX_OPEN,
+    AskedPrefix,
+    Questions,
+    asked_end,
+    prompt_from_proto,
+    prompt_to_proto,
+)
 from kvferry.errors import BlocksShort, InvalidField, ServerDraining
 from kvferry.geometry import Group, GroupKind
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -168,17 +177,6 @@ def test_questions_of_a_closed_session_have_ended(questions: Questions) -> None:
     assert questions.take() == []
 
 
-def test_only_a_home_says_that_an_engine_has_not_answered(questions: Questions) -> None:
-    questions.on_event(asked(1))
-    (question,) = questions.take()
-    assert checked_miss(question, MissReason.BUSY) == (question, MissReason.BUSY)
-    for wrong in (MissReason.NO_ANSWER, 1, "BUSY"):
-        with pytest.raises(InvalidField):
-            checked_miss(question, wrong)
-    with pytest.raises(InvalidField):
-        checked_miss(7, MissReason.BUSY)
-
-
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[tuple[Scripted, HomeSession]]:
     with scripted(tmp_path) as (server, control):
@@ -194,6 +192,20 @@ def home(tmp_path: Path) -> Iterator[tuple[Scripted, HomeSession]]:
         session = opened_session(control)
         yield server, session
         session.close()
+
+
+def test_only_a_home_says_that_an_engine_has_not_answered(home: tuple[Scripted, HomeSession]) -> None:
+    _, session = home
+    found: list[Question] = []
+    until(lambda: found.extend(session.questions(1.0)) or len(found) >= 2)  # type: ignore[func-returns-value]
+    wrong: Any
+    for wrong in (MissReason.NO_ANSWER, 1, "BUSY"):
+        with pytest.raises(InvalidField):
+            session.miss(found[0], wrong)
+    wrong = 7
+    with pytest.raises(InvalidField):
+        session.miss(wrong, MissReason.BUSY)
+    assert found[0].open
 
 
 def missed(server: Scripted) -> list[pb.Miss]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry._control.granted_steps import joined
+from kvferry._control.granted_steps import GrantedSteps
 from kvferry._wire.geometry_codec import blocks_to_proto, engine_from_proto, engine_to_proto
 from kvferry._wire.plan_codec import plan_to_proto
 from kvferry._wire.reference import PREFIX, format_reference, parse_reference
@@ -116,16 +116,19 @@ def test_blocks_with_strange_fields_end_in_a_typed_error(world: World, data: st.
     step = pb.Blocks(groups=groups)
     edit(step, data.draw, most=3)
     later = pb.Blocks(step=data.draw(st.sampled_from([0, 1, 2**32 - 1])), groups=[*step.groups][:1])
+    steps = GrantedSteps()
     with bounded(), suppress(KvferryError):
-        granted = joined([step, later] if data.draw(st.booleans()) else [step])
-        plan.expand(granted, world.destination_blocks, world.tokens)
+        steps.add([step, later] if data.draw(st.booleans()) else [step])
+        plan.expand(steps.take().blocks, world.destination_blocks, world.tokens)
 
 
 def test_runs_of_many_groups_stay_short() -> None:
     """Each run has a few bytes and would expand to 64 MiB of block ids."""
     groups = [pb.GroupBlocks(group=f"{n}", run_starts=[0], run_counts=[1 << 24], end_token=1 << 24) for n in range(100)]
+    steps = GrantedSteps()
+    steps.add([pb.Blocks(groups=groups)])
     with bounded(), pytest.raises(KvferryError):
-        joined([pb.Blocks(groups=groups)])
+        steps.take()
 
 
 @FUZZ

@@ -12,7 +12,7 @@ import pytest
 from kvferry import EngineSpec
 from kvferry._control.connection import Control
 from kvferry._reads.source_engines import BREAKER_THRESHOLD, SourceEngine, SourceEngines, _Slot
-from kvferry._wire.handshake import Handshaken
+from kvferry._wire.geometry_codec import Handshaken
 from kvferry.errors import (
     BadAgentMetadata,
     EngineUnknown,

@@ -11,7 +11,7 @@ from kvferry._clock import now
 from kvferry._control.connection import Control, NotificationAnswer
 from kvferry._loop import Loop
 from kvferry._wire.channel import TlsConfig
-from kvferry._wire.handshake import Handshaken
+from kvferry._wire.geometry_codec import Handshaken
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 Result = TypeVar("Result")
@@ -72,7 +72,7 @@ class BlockingControl:
 
     def read_blocks(self, request: pb.ReadBlocksRequest, timeout: float = 30.0) -> pb.ReadBlocksResponse:
         async def ask() -> pb.ReadBlocksResponse:
-            return await self.control.read_blocks(request, timeout).answer()
+            return await self.control.read_blocks(request, timeout)
 
         return self.loop.run(ask())
 

@@ -13,8 +13,7 @@ import grpc
 import grpc.aio
 
 from kvferry._wire.channel import SERVER_OPTIONS
-from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto, region_to_proto
-from kvferry._wire.handshake import Handshaken, put_together
+from kvferry._wire.geometry_codec import Handshaken, group_to_proto, put_together, rank_to_proto, region_to_proto
 from kvferry._wire.reference import format_reference
 from kvferry._wire.status import from_notification_error, from_rpc_error
 from kvferry._wire.token import EngineToken

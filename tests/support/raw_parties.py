@@ -9,8 +9,7 @@ from typing import Any
 import grpc
 
 from kvferry._wire.authority import incarnation_of, publication_key
-from kvferry._wire.geometry_codec import engine_to_proto, group_to_proto, rank_to_proto, region_to_proto
-from kvferry._wire.handshake import put_together
+from kvferry._wire.geometry_codec import engine_to_proto, group_to_proto, put_together, rank_to_proto, region_to_proto
 from kvferry._wire.reference import format_reference
 from kvferry._wire.token import EngineToken
 from kvferry.geometry import EngineGeometry, RankGeometry

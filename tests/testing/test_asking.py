@@ -25,7 +25,7 @@ from kvferry import (
     ReadResult,
     ReleaseOutcome,
 )
-from kvferry._wire.prompt_codec import MAX_ASKED_TOKENS
+from kvferry._control.questions import MAX_ASKED_TOKENS
 from kvferry._wire.reference import format_engine_reference, parse_engine_reference
 from kvferry.aio import AsyncCache, AsyncSession
 from kvferry.engine import Offer, ReadEnd, SchedulerPort, WorkerPort

@@ -17,8 +17,6 @@ import pytest
 
 import kvferry
 from kvferry import Blocks, Directory, EngineSpec, Group, IntegrityOptions, Listed, _tracing, open_directory
-from kvferry._control.connection import Control
-from kvferry._control.notifier import Notifier
 from kvferry._control.publication_sender import PublicationSender
 from kvferry._control.renewals import Renewals
 from kvferry._control.watcher import Watcher
@@ -36,7 +34,6 @@ RAISED = [ValueError, asyncio.CancelledError, SystemExit]
 Raised = type[BaseException]
 
 REPEATED: dict[str, type[Any]] = {
-    "_control/notifier.py": Notifier,
     "_control/publication_sender.py": PublicationSender,
     "_control/renewals.py": Renewals,
     "_control/watcher.py": Watcher,
@@ -140,7 +137,7 @@ class Pair:
 def test_an_engine_goes_on_after_any_exception_of_a_turn(
     repeated: type[Any], raised: Raised, monkeypatch: pytest.MonkeyPatch, raising_handler: None
 ) -> None:
-    """Renewals are tested in tests/control/test_renewal_decisions.py, notifications below."""
+    """Renewals are tested in tests/control/test_renewal_decisions.py."""
     turn, failed = repeated._turn, set[int]()
 
     async def turns(self: Any) -> bool:
@@ -156,33 +153,6 @@ def test_an_engine_goes_on_after_any_exception_of_a_turn(
         pair.serve()
         pair.serve()
     assert failed
-
-
-@pytest.mark.parametrize("raised", [ValueError, SystemExit])
-def test_notifications_are_repeated_after_any_exception_of_a_turn(
-    raised: Raised, monkeypatch: pytest.MonkeyPatch, raising_handler: None
-) -> None:
-    turn, failed = Notifier._turn, list[object]()
-
-    async def turns(self: Notifier, home: Control) -> bool:
-        if not failed:
-            failed.append(home)
-            raise raised("a turn")
-        return await turn(self, home)
-
-    monkeypatch.setattr(Notifier, "_turn", turns)
-    # What is published again after a restart is not released within max_ttl.
-    with Fabric(ttl=1.0, max_ttl=1.0) as fabric:
-        pair = Pair(fabric)
-        publication = pair.source.publish("declined", {"full": Blocks([60])})
-        until(lambda: pair.source.stats().published == 1)
-        spec = EngineSpec("other", (Group("full", block_tokens=16, num_blocks=64),))
-        scheduler = SchedulerPort(fabric.client(), spec)
-        fabric.stop_home()
-        scheduler.decline(publication.reference)
-        until(lambda: bool(failed))
-        fabric.start_home()
-        until(lambda: any(release.publication == publication.number for release in pair.source.released()))
 
 
 @pytest.mark.parametrize("raised", RAISED)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from kvferry import _arguments as arguments
 from kvferry._clock import from_duration, to_duration
 from kvferry._control.backoff import BACKOFF_FIRST, Backoff
-from kvferry._control.connection import CALL_TIMEOUT, SILENCE, Call, Control
+from kvferry._control.connection import CALL_TIMEOUT, SILENCE, Control
 from kvferry._control.granted_steps import GrantedPart, GrantedSteps
 from kvferry._control.questions import AskedPrefix
 from kvferry._control.reader_lease import LEASE_ID_BYTES, RENEW_LEAST, ReaderLease
@@ -158,8 +158,6 @@ class Acquisition:
     """The acquisition of one read: a sequence of calls and pauses. Belongs to the client's event loop.
 
     Args:
-        loop: the client's event loop.
-        request: the publication to read.
         asked: the request of the calls.
         renewals: renews the lease from its acceptance on.
         give_up: ends a lease that is no longer needed, at its home.
@@ -262,7 +260,6 @@ class Acquisition:
                     return found
 
     async def _ask(self) -> Acquired | GrantedPart | None:
-        """Make a call, and plan the next one."""
         request, lease, sent_at = self._request, self._lease, self._loop.now()
         left = request.deadline - sent_at
         if lease is not None and left <= 0:
@@ -273,7 +270,9 @@ class Acquisition:
         with request.span.calling():
             call = request.home.read_blocks(asked, left)
         try:
-            answer = await call.answer()
+            # Not the call itself, which would be cancelled with the read: it may still be granted a lease.
+            await asyncio.wait([call])
+            answer = call.result()
         except asyncio.CancelledError:
             if lease is None:
                 self._aside(self._end_unseen(call, sent_at))
@@ -290,12 +289,12 @@ class Acquisition:
         self._next_call = min(sent_at + pace, request.deadline)
         return found
 
-    async def _end_unseen(self, call: Call[pb.ReadBlocksResponse], sent_at: float) -> None:
+    async def _end_unseen(self, call: asyncio.Future[pb.ReadBlocksResponse], sent_at: float) -> None:
         """Wait a moment for the answer of a call whose read was cancelled: a lease that was granted and never seen
         would pin the source's blocks until the lease ends."""
         stop = self._loop.at(self._loop.now() + ACCEPTED_PATIENCE, call.cancel)
         try:
-            accepted = (await call.answer()).accepted
+            accepted = (await call).accepted
         except KvferryError:
             return
         finally:
@@ -304,7 +303,6 @@ class Acquisition:
             self._give_up(self._request.home, _lease(accepted, sent_at), pb.RANK_OUTCOME_CANCELLED)
 
     def _typed(self, error: Exception) -> KvferryError:
-        """Convert an unexpected exception to an error of the client, and log it."""
         if isinstance(error, KvferryError):
             return error
         address = self._request.home.address
@@ -412,7 +410,7 @@ class Acquisition:
             sent_at = self._loop.now()
             try:
                 left = max(0.001, min(CALL_TIMEOUT, lease.deadline - sent_at))
-                accepted = (await home.read_blocks(self._asked, left).answer()).accepted
+                accepted = (await home.read_blocks(self._asked, left)).accepted
                 if len(accepted.lease_id) != LEASE_ID_BYTES:
                     raise Unreachable(f"{home.address} did not accept the read", address=home.address)
             except KvferryError as error:

@@ -44,10 +44,8 @@ class AskingAcquisition(Acquisition):
     """The acquisition of what an engine is asked for.
 
     Args:
-        prefix: what it is asked for.
         withdraw: called if an answer may come, or has come, and nobody will read it. Not if the home has not taken the
             question: then it cannot be reached, and has no question after a moment.
-        given: the arguments of `Acquisition`.
     """
 
     def __init__(self, prefix: AskedPrefix, withdraw: Callable[[], object], *given: Any) -> None:

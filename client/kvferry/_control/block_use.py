@@ -75,12 +75,10 @@ class BlockUse:
             self._pins.setdefault(number, {})[step] = ids
 
     def unpin(self, ids: Mapping[str, BlockIds]) -> None:
-        """Release pinned blocks that were not published."""
         with self.lock:
             self._count(ids, -1)
 
     def refused(self, number: int, step: int) -> None:
-        """Release the blocks of a step that the home refused."""
         with self.lock:
             steps = self._pins.get(number, {})
             self._count(steps.pop(step, {}), -1)
@@ -88,7 +86,6 @@ class BlockUse:
                 self._pins.pop(number, None)
 
     def released(self, numbers: Iterable[int]) -> None:
-        """Release the blocks of these publications."""
         with self.lock:
             for number in numbers:
                 for ids in self._pins.pop(number, {}).values():

@@ -117,9 +117,16 @@ class GrantedSteps:
         self._received = 0
 
     def take(self) -> GrantedPart:
-        """Return the blocks of the steps since the last call; raises the errors of `joined`."""
+        """Return the blocks of the steps since the last call.
+
+        Raises:
+            BlocksShort: a step does not continue where the one before ended, or its unfinished blocks where the
+                complete ones end.
+            InvalidField: blocks are malformed, or not those of which layers were named before; or there are too many
+                blocks or layers.
+        """
         steps, self._fresh = self._fresh, []
-        taken = joined(steps, self._ends, self._blocks)
+        taken = _joined(steps, self._ends, self._blocks)
         self._blocks += sum(len(blocks.ids) for blocks in taken.values())
         for step in steps:
             self._take_unfinished(step)
@@ -127,13 +134,6 @@ class GrantedSteps:
         return GrantedPart(taken, self._told, self._complete, unfinished)
 
     def _take_unfinished(self, step: pb.Blocks) -> None:
-        """Take the unfinished blocks of the next step.
-
-        Raises:
-            InvalidField: the step's blocks are malformed, or not those of which layers were named before; or there are
-                too many blocks or layers.
-            BlocksShort: the step's unfinished blocks do not continue where the complete ones end.
-        """
         if step.groups:
             _check_same(self._begun, step.groups)
             self._begun, self._layers = {}, set()
@@ -175,18 +175,11 @@ def _check_same(unfinished: Mapping[str, BlockRuns], groups: Iterable[pb.GroupBl
             raise InvalidField("blocks of a publication's step", name, "those of which it named layers before")
 
 
-def joined(
-    steps: Iterable[pb.Blocks], ends: Mapping[str, int] | None = None, blocks_before: int = 0
-) -> dict[str, Blocks]:
-    """Join the steps of a publication, which follow each other, to one list of blocks per group. Groups ended at `ends`
-    in the steps before, which have `blocks_before` blocks.
-
-    Raises:
-        BlocksShort: a step does not continue where the one before ended.
-        InvalidField: blocks are malformed, or there are too many.
-    """
+def _joined(steps: Iterable[pb.Blocks], ends: Mapping[str, int], blocks_before: int) -> dict[str, Blocks]:
+    """Join steps to one list of blocks per group. Groups ended at `ends` in the steps before, which have
+    `blocks_before` blocks. Raises the errors of `GrantedSteps.take`."""
     pieces: dict[str, list[pb.GroupBlocks]] = {}
-    for step in sorted(steps, key=lambda step: step.step):
+    for step in steps:
         for group in step.groups:
             pieces.setdefault(group.group, []).append(group)
     # Checked before any ids are decoded: a few bytes of runs can stand for any number of ids.
@@ -196,7 +189,7 @@ def joined(
     joined = {}
     for name, parts in pieces.items():
         whole = parts[0]
-        _check_continues(name, (ends or {}).get(name, whole.first_token), whole)
+        _check_continues(name, ends.get(name, whole.first_token), whole)
         if len(parts) > 1:
             whole = pb.GroupBlocks()
             whole.CopyFrom(parts[0])

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
+from kvferry import _arguments as arguments
 from kvferry._clock import LONGEST, from_duration
 from kvferry._control.batches import batches
 from kvferry._control.block_use import BlockUse
@@ -32,6 +33,7 @@ from kvferry.errors import (
     Closed,
     EngineUnknown,
     InternalError,
+    InvalidField,
     KvferryError,
     PublicationAborted,
     RouterKeyUsed,
@@ -53,8 +55,8 @@ ACKNOWLEDGE_AGAIN = 1.0
 
 
 class HomeSession:
-    """The session behind an `EngineSession` and a `SchedulerPort`: opens the Watch, sends publications, and keeps them
-    until their release.
+    """The session behind an `EngineSession` and a `SchedulerPort`, which explain the methods of the same names: opens
+    the Watch, sends publications, and keeps them until their release.
 
     Threading: every method may be called from any thread, but for the coroutines, which belong to the client's event
     loop. `publish`, `publish_more`, `abort` and `released` wait if they are given a timeout, and so does `close`.
@@ -102,12 +104,10 @@ class HomeSession:
         self._home_in_references = home_in_references
 
     async def open(self, timeout: float) -> None:
-        """See `Client.open_engine`."""
         self.advertise = (await self._watcher.open(timeout)).advertise
 
     @property
     def token(self) -> EngineToken:
-        """See `EngineSession.token`."""
         return EngineToken(self._engine.engine_id, self._secret, self.advertise)
 
     def publish(self, given: Publish, timeout: float | None = None) -> Publication:
@@ -168,7 +168,6 @@ class HomeSession:
         _wait(answer)
 
     def released(self, timeout: float = 0.0) -> list[Release]:
-        """See `EngineSession.released`."""
         deadline = self._loop.now() + timeout
         while True:
             with self.lock:
@@ -176,7 +175,6 @@ class HomeSession:
                 found = self._offers.take_released()
                 self.block_use.released(release.publication for release in found)
                 self._trace_released(found)
-                found += self._sender.take_refused()
                 self._taken += len(found)
             left = min(deadline, self._offers.next_deadline) - self._loop.now()
             if found or self.closed or deadline <= self._loop.now():
@@ -184,7 +182,6 @@ class HomeSession:
             self.news.wait(max(0.001, min(LONGEST, left)))
 
     def questions(self, timeout: float = 0.0) -> list[Question]:
-        """See `EngineSession.questions`."""
         deadline = self._loop.now() + timeout
         while True:
             found = self._questions.take()
@@ -198,13 +195,14 @@ class HomeSession:
         self._questions.heard.append(heard)
 
     def miss(self, question: Question, reason: MissReason) -> None:
-        """See `SchedulerPort.miss`."""
+        arguments.instance("question", question, Question, "a Question that `questions` returned")
+        if arguments.instance("reason", reason, MissReason, "a MissReason") is MissReason.NO_ANSWER:
+            raise InvalidField("reason", reason.name, "another one: only a home says that an engine has not answered")
         if self._questions.end(question):
             miss = pb.Notification(miss=pb.Miss(question=question.number, reason=pb.MissReason.ValueType(reason)))
             self._loop.call(partial(self._misses.send, self._control, [Message(miss, question.deadline)]))
 
     def unreleased(self) -> tuple[Publication, ...]:
-        """See `EngineSession.unreleased`."""
         with self.lock:
             return tuple(self._offers.unreleased())
 
@@ -215,10 +213,10 @@ class HomeSession:
             return SourceStats(self._offers.published, held, dict(self._offers.outcomes))
 
     def counts(self) -> tuple[int, int, int]:
-        """Return the numbers of publications that were made, that `released` has returned, and, of the latter, that the
-        home did not accept."""
+        """Return the numbers of publications that were made, that `released` has returned, and that the home did not
+        accept."""
         with self.lock:
-            return self._offers.published, self._taken, self._sender.refused
+            return self._offers.published, self._taken, self._offers.outcomes["refused"]
 
     def on_refill(self, refill: Callable[[], Awaitable[None]]) -> None:
         """Await `refill` whenever the home has lost its record of this engine."""
@@ -289,14 +287,15 @@ class HomeSession:
         ]
         return found, failure
 
-    def ended(self, step: pb.Publish, error: KvferryError | None, *, unsent: bool = False) -> bool:
+    def ended(self, step: pb.Publish, error: KvferryError | None, *, unsent: bool = False, told: bool = True) -> bool:
         """Record that no more attempts will be made to send a step. Called with the lock held.
 
         `error` is that of the last attempt; None: the home has accepted the step. `unsent`: there was no attempt.
-        Returns whether the step was taken back, because no home can have accepted it. If there is an error and the step
-        was not taken back, abort the publication: its blocks stay pinned until its release.
+        `told`: a caller who waits gets the error. Returns whether the step was taken back, because no home can have
+        accepted it. If there is an error and the step was not taken back, abort the publication: its blocks stay pinned
+        until its release.
         """
-        taken_back = error is not None and (unsent or not error.retryable) and self._offers.refused(step)
+        taken_back = error is not None and (unsent or not error.retryable) and self._offers.refused(step, told=told)
         if error is not None and not taken_back:
             self._offers.abort(step.publication, not_published=not isinstance(error, PublicationAborted))
         self._offers.sent(step.publication, self._loop.now())

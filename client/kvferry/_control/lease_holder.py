@@ -59,10 +59,6 @@ class LeaseHolder:
     called on any thread, and make no RPC.
 
     Args:
-        loop: the client's event loop.
-        homes: connections to node servers.
-        renewals: renews the leases.
-        token: token of the engine.
         rank: the only rank of this holder, if each rank has its own; None: all ranks.
         confirm: whether a read ends for the engine before or after its home has confirmed the lease.
         prompt_check: how the marks of publications are checked.
@@ -210,7 +206,6 @@ class LeaseHolder:
         self.decline(request.text, HOME_PATIENCE)
 
     def drop(self, acquired: Acquired) -> None:
-        """Stop renewing a lease whose read has ended."""
         self._renewals.drop(acquired.lease)
 
     def let_go(self, home: Control, granted: Acquired) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,7 +13,7 @@ from kvferry._control.backoff import Backoff
 from kvferry._control.batches import batches, check_notification
 from kvferry._control.connection import CALL_TIMEOUT, Control, NotificationAnswer
 from kvferry._logs import Log
-from kvferry._loop import Loop, Signal
+from kvferry._loop import Loop
 from kvferry._threads import guarded
 from kvferry._tracing import NO_SPAN, Span
 from kvferry.errors import Closed, KvferryError
@@ -37,7 +38,6 @@ class Message:
     answered: Callable[[NotificationAnswer | None], None] | None = None
     timeout: float = CALL_TIMEOUT
     span: Span = NO_SPAN
-    again_at: float = 0.0
     backoff: Backoff = field(default_factory=Backoff)
 
 
@@ -51,9 +51,10 @@ class Notifier:
         self._secret = session_secret
         self._fresh: dict[tuple[Control, float], list[Message]] = {}
         """Messages that are to be sent now, by home and timeout."""
-        self._waiting: dict[Control, list[Message]] = {}
-        """Messages that wait for another attempt. A coroutine per home makes the attempts."""
-        self._news: dict[Control, Signal] = {}
+        self._later: dict[tuple[Control, float], list[Message]] = {}
+        """Messages that wait for another attempt, by home and time. A timer makes each attempt."""
+        self._waiting: Counter[Control] = Counter()
+        """Their number, by home."""
         self._calls: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -93,9 +94,8 @@ class Notifier:
         """Stop repeating notifications, and wait at most `timeout` seconds for the calls in progress. Idempotent."""
         self._send_fresh()
         self._closed = True
+        self._later.clear()
         self._waiting.clear()
-        for signal in self._news.values():
-            signal.set()
         if self._calls:
             await asyncio.wait(self._calls, timeout=timeout)
 
@@ -113,49 +113,41 @@ class Notifier:
                 await asyncio.wait([*self._call(home, first, timeout), *self._call(home, second, timeout)])
                 return
             answers = [error] * len(batch)
+        # One time for all, so that they go together again.
+        time = self._loop.now()
         for message, answer in zip(batch, answers, strict=True):
             if isinstance(answer, KvferryError):
-                self._failed(home, message, answer)
+                self._failed(home, message, answer, time)
             else:
                 _answer(home, message, answer)
 
-    def _failed(self, home: Control, message: Message, error: KvferryError) -> None:
+    def _failed(self, home: Control, message: Message, error: KvferryError, time: float) -> None:
         """Plan the next attempt of a failed notification, or drop it if repeating cannot help."""
         pause, kind = message.backoff.next(error.retry_after), message.notification.WhichOneof("kind")
-        message.again_at = self._loop.now() + pause
-        waiting, late = self._waiting.get(home, ()), message.again_at >= message.until
-        full = len(waiting) >= MAX_WAITING_AT_HOME or sum(map(len, self._waiting.values())) >= MAX_WAITING
+        again_at = time + pause
+        waiting, late = self._waiting[home], again_at >= message.until
+        full = waiting >= MAX_WAITING_AT_HOME or self._waiting.total() >= MAX_WAITING
         if late or full or self._closed or not error.retryable:
             if late or not error.retryable:
                 level = logging.WARNING if error.retryable else logging.INFO
                 logger.log(level, "%s did not accept a notification (%s): %s", home.address, kind, error.message)
             elif full:
-                logger.warning("a notification to %s (%s) is dropped: %d others wait", home.address, kind, len(waiting))
+                logger.warning("a notification to %s (%s) is dropped: %d others wait", home.address, kind, waiting)
             _answer(home, message, error)
             return
         message.timeout, message.span = CALL_TIMEOUT, NO_SPAN
         _answer(home, message, None)
-        self._waiting.setdefault(home, []).append(message)
-        if home in self._news:
-            self._news[home].set()
-        else:
-            self._news[home] = Signal(self._loop)
-            self._loop.spawn_turns(partial(self._turn, home), f"notifications to {home.address}")
+        if (home, again_at) not in self._later:
+            self._loop.at(again_at, partial(self._again, home, again_at))
+        self._later.setdefault((home, again_at), []).append(message)
+        self._waiting[home] += 1
 
-    async def _turn(self, home: Control) -> bool:
-        """Make the attempts that are due for a home, or wait; returns whether messages wait."""
-        waiting, time = self._waiting.get(home), self._loop.now()
-        if not waiting:
-            self._waiting.pop(home, None)
-            del self._news[home]
-            return False
-        due = [message for message in waiting if message.again_at <= time]
-        if due:
-            self._waiting[home] = [message for message in waiting if message.again_at > time]
-            self.send(home, due)
-        else:
-            await self._news[home].wait(min(message.again_at for message in waiting))
-        return True
+    def _again(self, home: Control, at: float) -> None:
+        messages = self._later.pop((home, at), [])
+        self._waiting[home] -= len(messages)
+        if not self._waiting[home]:
+            del self._waiting[home]
+        self.send(home, messages)
 
 
 def _answer(home: Control, message: Message, answer: NotificationAnswer | None) -> None:

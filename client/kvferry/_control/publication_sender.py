@@ -26,12 +26,11 @@ from typing import Protocol
 from kvferry._control.backoff import Backoff
 from kvferry._control.batches import BATCH
 from kvferry._control.connection import CALL_TIMEOUT, SILENCE
-from kvferry._control.publications import Publication, Release
+from kvferry._control.publications import Publication
 from kvferry._engine_spec import EngineSpec
 from kvferry._logs import Log
 from kvferry._loop import Loop, Signal
 from kvferry._threads import settle
-from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import Closed, KvferryError, NotPublished, PublicationAborted, Unavailable, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
 
@@ -52,7 +51,9 @@ class Publisher(Protocol):
     async def attempt(
         self, notifications: Sequence[pb.Notification], timeout: float
     ) -> tuple[list[KvferryError | None], KvferryError | None]: ...
-    def ended(self, step: pb.Publish, error: KvferryError | None, *, unsent: bool = False) -> bool: ...
+    def ended(
+        self, step: pb.Publish, error: KvferryError | None, *, unsent: bool = False, told: bool = True
+    ) -> bool: ...
     def complain(self, error: KvferryError) -> None: ...
 
 
@@ -103,20 +104,13 @@ class _Message:
 
 
 class PublicationSender:
-    """Sends the publications of one engine. `put` and `take_refused` are called with the session's lock held, on any
-    thread; a coroutine on the client's event loop does the rest, as long as there are messages.
-
-    Attributes:
-        refused: number of publications that the home did not accept, and for whose answer no caller waited.
-    """
+    """Sends the publications of one engine. `put` is called with the session's lock held, on any thread; a coroutine on
+    the client's event loop does the rest, as long as there are messages."""
 
     def __init__(self, loop: Loop, session: Publisher) -> None:
-        self.refused = 0
         self._loop = loop
         self._session = session
         self._lock = session.lock
-        self._refused: deque[Release] = deque()
-        """Publications of which no home can have a step, which are released here."""
         self._news = Signal(loop)
         self._runs = False
         self._task: asyncio.Task[None] | None = None
@@ -133,12 +127,6 @@ class PublicationSender:
         """Since then every call has failed as a whole, or for some message that has to wait."""
         self._given_up = 0
         """Publications that were given up since then."""
-
-    def take_refused(self) -> list[Release]:
-        """Return the publications of which no home can have a step; each exactly once."""
-        found = list(self._refused)
-        self._refused.clear()
-        return found
 
     def put(
         self, publication: Publication, step: pb.Publish | None = None, timeout: float | None = None
@@ -347,16 +335,12 @@ class PublicationSender:
                 later.settle(None)
         for _ in (message, *behind):
             waiting.pop()
-        taken_back = self._session.ended(step, error, unsent=unsent)
+        taken_back = self._session.ended(step, error, unsent=unsent, told=message.answer is not None)
         message.settle(error, taken_back=taken_back)
         if not taken_back or (step.step and message.answer is None):
             # The home may have accepted some steps: the publication stays pinned until it is released.
             until, given_up = self._loop.now() + self._session.patience, not isinstance(error, PublicationAborted)
             waiting.append(_Message(publication, None, until, not_published=given_up))
-        elif message.answer is None:
-            self.refused += 1
-            outcome = ReleaseOutcome.ABORTED
-            self._refused.append(Release(publication.number, publication.request_id, outcome, local=True))
 
 
 def _goes_along(messages: Sequence[_Message], index: int) -> bool:

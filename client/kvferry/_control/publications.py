@@ -246,10 +246,11 @@ class Offers:
         if held is not None:
             held.open_steps.add(step.step)
 
-    def refused(self, step: pb.Publish) -> bool:
+    def refused(self, step: pb.Publish, *, told: bool = True) -> bool:
         """Record that the home refused a step for good; return whether the step was removed, because no home can have
         accepted it. If not, the home may have accepted another attempt, or did so before a restart, and the step stays
-        pinned until its publication is released."""
+        pinned until its publication is released. With its first step a publication ends; it is released here, unless
+        the caller who published it is `told`."""
         held = self._held.get(step.publication)
         if held is None or step.step in held.open_steps:
             return False
@@ -259,6 +260,9 @@ class Offers:
             del self._held[step.publication]
             self._by_router_key.pop(step.router_key, None)
             self.outcomes["refused"] += 1
+            if not told:
+                publication, outcome = held.publication, ReleaseOutcome.ABORTED
+                self._released.append(Release(publication.number, publication.request_id, outcome, local=True))
         return True
 
     def sent(self, number: int, now: float) -> None:

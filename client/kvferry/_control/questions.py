@@ -6,14 +6,14 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvferry import _arguments as arguments
 from kvferry._clock import from_duration, to_duration
 from kvferry._directory.directory import Listing
 from kvferry._logs import Log
-from kvferry._prompt import Prompt
+from kvferry._prompt import Prompt, PromptInput
 from kvferry._threads import guarded
-from kvferry._wire.outcomes import MissReason
-from kvferry._wire.prompt_codec import asked_end, prompt_from_proto, prompt_to_proto
 from kvferry.errors import BlocksShort, InvalidField
 from kvferry.geometry.blocks import Blocks
 from kvferry.geometry.model import Group, GroupKind
@@ -29,6 +29,16 @@ MAX_WAIT = 2.0
 
 MAX_OPEN = 64
 """Most open questions of a home to one engine; the contract's limit."""
+
+MAX_ASKED_TOKENS = 235_000
+"""Most tokens of a question's prompt: with inputs and references, they fit into a notification of 1 MiB."""
+
+MAX_INPUTS = 256
+MAX_IDENTIFIER = 256
+"""Most inputs of a question's prompt, and most bytes of the identifier of an input; the contract's limits."""
+
+_TOKEN_IDS = bytes([pb.Prompt.TOKEN_IDS_FIELD_NUMBER << 3 | 2])
+"""What comes before the length of the token ids in an encoded prompt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,14 +116,6 @@ class Question:
     open: bool = True
 
 
-def checked_miss(question: object, reason: object) -> tuple[Question, MissReason]:
-    """Check the arguments of a miss; raises `InvalidField`."""
-    checked = arguments.instance("reason", reason, MissReason, "a MissReason")
-    if checked is MissReason.NO_ANSWER:
-        raise InvalidField("reason", checked.name, "another one: only a home says that an engine has not answered")
-    return arguments.instance("question", question, Question, "a Question that `questions` returned"), checked
-
-
 class Questions:
     """The open questions of a home to its engine. Each is returned once, however often the home sends it.
 
@@ -169,7 +171,6 @@ class Questions:
             return self._open.get(question.number) is question and self._end(question.number)
 
     def close(self) -> None:
-        """End all questions."""
         with self._lock:
             self._end_all()
 
@@ -213,3 +214,48 @@ class Questions:
     def _end_all(self) -> None:
         for number in tuple(self._open):
             self._end(number)
+
+
+def asked_end(prompt: Prompt) -> int:
+    """Return how many tokens of a prompt an engine can be asked for: those that are known, and fit into a question."""
+    left_out = [
+        each.offset
+        for index, each in enumerate(prompt.inputs)
+        if index >= MAX_INPUTS or len(each.identifier.encode()) > MAX_IDENTIFIER
+    ]
+    return min(prompt.known, MAX_ASKED_TOKENS, *left_out)
+
+
+def prompt_to_proto(prompt: Prompt, end: int) -> pb.Prompt:
+    """Encode the first `end` tokens of a prompt, which are copied as a whole: there may be hundreds of thousands; and
+    the inputs that begin before."""
+    words = prompt.token_ids[:end].tobytes()
+    message = pb.Prompt.FromString(_TOKEN_IDS + _varint(len(words)) + words)
+    message.adapter = prompt.adapter
+    for each in prompt.inputs:
+        if each.offset < end:
+            message.inputs.add(offset=each.offset, length=each.length, identifier=each.identifier)
+    return message
+
+
+def prompt_from_proto(message: pb.Prompt) -> Prompt:
+    """Decode a prompt; raises `InvalidField`, see `Prompt`."""
+    inputs = [PromptInput(each.offset, each.length, each.identifier) for each in message.inputs]
+    words = pb.Prompt()
+    words.CopyFrom(message)
+    for name in ("adapter", "inputs"):
+        words.ClearField(name)
+    # Iterating over the field would take a hundred times as long.
+    count = len(message.token_ids)
+    begin = len(_TOKEN_IDS + _varint(4 * count))
+    token_ids = np.frombuffer(words.SerializeToString()[begin : begin + 4 * count], "<u4")
+    return Prompt(token_ids, adapter=message.adapter, inputs=inputs)
+
+
+def _varint(number: int) -> bytes:
+    encoded = bytearray()
+    while number > 127:
+        encoded.append(number & 127 | 128)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)

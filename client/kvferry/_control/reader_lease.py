@@ -47,7 +47,7 @@ class ReaderLease:
         self.renew_every = min(renew_every, LONGEST_LEASE / 3)
         self.deadline = deadline_after(sent_at, remaining)
         self.ended = self.source_lost = False
-        self.changed: Callable[[], object] = _nothing
+        self.changed: Callable[[], object] = lambda: None
         self._next_renewal = sent_at + self.renew_every
         self._renewable = True
 
@@ -94,7 +94,6 @@ class ReaderLease:
         self.changed()
 
     def end(self) -> None:
-        """Record that the read has ended, so that the lease is no longer needed."""
         self.ended = True
 
     def acquired_again(self, lease_id: bytes, sent_at: float, now: float, remaining: float) -> bool:
@@ -139,7 +138,3 @@ def verdict_of(ended_at: float, deadline: float, verdict: pb.Verdict.ValueType |
     if ended_at >= deadline or verdict == pb.VERDICT_EXPIRED:
         return ReaderVerdict.EXPIRED
     return ReaderVerdict.CONFIRMED if verdict == pb.VERDICT_VALID else ReaderVerdict.TRUSTED
-
-
-def _nothing() -> None:
-    """Ignore a change."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
-from kvferry._control.breaker import Breaker
+from kvferry._control.backoff import Breaker
 from kvferry._control.connection import HANDSHAKE_TIMEOUT, Control
 from kvferry._control.retrying import retrying
 from kvferry._engine_spec import EngineSpec
@@ -16,8 +16,7 @@ from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._tracing import start_span
 from kvferry._wire.authority import has_agent_key
-from kvferry._wire.geometry_codec import agent_from_proto, group_to_proto, rank_to_proto
-from kvferry._wire.handshake import Handshaken
+from kvferry._wire.geometry_codec import Handshaken, agent_from_proto, group_to_proto, rank_to_proto
 from kvferry.errors import (
     AgentsWithheld,
     BadAgentMetadata,

@@ -44,21 +44,25 @@ class Validity:
 
 
 class ExpiryNotice:
-    """The times of the warnings that certificates expire: first some time before, again whenever half of the remaining
-    time has passed, until `least` seconds are left, and once when they have expired."""
+    """Warns that certificates (`what`) expire, and what to do `then`: first some time before, again whenever half of
+    the remaining time has passed, until `least` seconds are left, and once when they have expired."""
 
-    def __init__(self, validity: Validity, least: float) -> None:
+    def __init__(self, validity: Validity, least: float, what: str, then: str) -> None:
         self.validity = validity
         self._least = least
+        self._what, self._then = what, then
         self._below = min(EXPIRY_NOTICE, (validity.end - validity.start) * EXPIRY_SHARE)
 
-    def due(self, wall: float) -> bool:
-        """Return whether to warn now, at `wall` seconds since 1970; True once for each warning."""
+    def warn(self, wall: float) -> None:
+        """Warn if it is time to, at `wall` seconds since 1970."""
         left = self.validity.end - wall
         if left > self._below:
-            return False
+            return
         self._below = left / 2 if left > self._least else 0.0 if left > 0 else float("-inf")
-        return True
+        if left > 0:
+            logger.warning("%s expires on %s: %s", self._what, date(self.validity.end), self._then)
+        else:
+            logger.error("%s expired on %s: %s", self._what, date(self.validity.end), self._then)
 
 
 class TlsFiles:
@@ -104,13 +108,9 @@ class TlsFiles:
 
     def warn(self) -> None:
         """Warn that the certificate or an authority expires, if it is time to; see `ExpiryNotice`."""
-        if self._own is not None:
-            then = "put a new certificate and key in place: they are read without a restart"
-            self._warn_of(self._own, f"the certificate in {self._tls.cert}", then)
-        if self._authorities is not None:
-            what = f"the authority {self._authorities.validity.subject!r} in {self._tls.ca}"
-            then = "peers whose certificates it has signed are refused from then on; put its successor beside it"
-            self._warn_of(self._authorities, what, then)
+        for notice in (self._own, self._authorities):
+            if notice is not None:
+                notice.warn(self._wall_clock())
 
     def _changed(self) -> bool:
         return tls_stamp(self._tls) != self._stamp
@@ -132,24 +132,18 @@ class TlsFiles:
         self._stamp, self._problem = stamp, ""
         if self._content is None or content != self._content:
             self._content = content
+            what = f"the certificate in {self._tls.cert}"
+            then = "put a new certificate and key in place: they are read without a restart"
+            self._own = None if own is None else ExpiryNotice(own, self.POLL, what, then)
             above = None if content.ca is None else authorities_validity(content.ca)
-            self._own, self._authorities = (
-                None if valid is None else ExpiryNotice(valid, self.POLL) for valid in (own, above)
-            )
+            what = "" if above is None else f"the authority {above.subject!r} in {self._tls.ca}"
+            then = "peers whose certificates it has signed are refused from then on; put its successor beside it"
+            self._authorities = None if above is None else ExpiryNotice(above, self.POLL, what, then)
         return self._content
 
     def _validity(self, content: TlsContent) -> Validity | None:
         """Return when this side's certificate is valid; None: unknown. Raises `InvalidField` for unusable contents."""
         return own_validity(self._tls)
-
-    def _warn_of(self, notice: ExpiryNotice, what: str, then: str) -> None:
-        wall, end = self._wall_clock(), notice.validity.end
-        if not notice.due(wall):
-            return
-        if wall >= end:
-            logger.error("%s expired on %s: %s", what, date(end), then)
-        else:
-            logger.warning("%s expires on %s: %s", what, date(end), then)
 
 
 @functools.cache

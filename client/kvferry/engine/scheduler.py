@@ -11,7 +11,7 @@ from kvferry._client import Client, client_runtime_of
 from kvferry._control.acquisition import ReadTerms
 from kvferry._control.publications import Publication, Release
 from kvferry._control.publish import Publish, PublishMore
-from kvferry._control.questions import ANSWER_WAIT, AskedPrefix, Question, checked_miss
+from kvferry._control.questions import ANSWER_WAIT, AskedPrefix, Question
 from kvferry._directory.directory import Listing
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing
@@ -197,7 +197,7 @@ class SchedulerPort(Closing):
         Raises:
             InvalidField: an argument has the wrong type, or the reason is NO_ANSWER, which only homes give.
         """
-        self._publications.miss(*checked_miss(question, reason))
+        self._publications.miss(question, reason)
 
     # As a destination.
 

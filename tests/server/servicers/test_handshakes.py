@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry._wire.channel import MAX_MESSAGE_BYTES, connect
-from kvferry._wire.geometry_codec import rank_to_proto
-from kvferry._wire.handshake import put_together
+from kvferry._wire.geometry_codec import put_together, rank_to_proto
 from kvferry._wire.version import introduce
 from kvferry.errors import BadGeometry, Incompatible, InvalidField
 from kvferry.geometry import Interval, RankGeometry
