@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
     Listed: TypeAlias = ipb.ListRequestsResponse | ipb.ListTransfersResponse
 
-CHECK = "/grpc.health.v1.Health/Check"
-STATUSES = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
-"""grpc.health.v1.HealthCheckResponse.ServingStatus, by number."""
 MOST_ROWS = 200
 """Most rows of a table of requests or transfers. A home may have a quarter of a million leases: to ask for them all and
 to draw them would take minutes."""
@@ -73,16 +70,15 @@ def health(
 
     A draining node server does not.
     """
-    # The base install does not have the messages of grpc.health.v1. Request and response have one field each, a string
-    # and an enum, so protobuf's wrappers with the same encoding replace them.
-    from google.protobuf.wrappers_pb2 import Int32Value, StringValue
+    from google.protobuf.wrappers_pb2 import StringValue
+
+    from kvferry._doctor.peer import HEALTH, STATUSES
 
     with connection.node(server) as node:
-        check = node.channel.unary_unary(
-            CHECK, request_serializer=StringValue.SerializeToString, response_deserializer=Int32Value.FromString
-        )
-        number = node.call(check, StringValue(value=service)).value
-    status = STATUSES[number] if 0 <= number < len(STATUSES) else str(number)
+        # The base install does not have grpc.health.v1.HealthCheckRequest: StringValue has the same encoding.
+        check: Any = node.channel.unary_unary(HEALTH, StringValue.SerializeToString)
+        answer: bytes = node.call(check, StringValue(value=service))
+    status = STATUSES.get(answer, answer[:16].hex())
     print(status)
     if status != "SERVING":
         sys.exit(1)
