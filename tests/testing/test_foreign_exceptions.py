@@ -59,7 +59,7 @@ OWN = {
     "_threads.py": "the place where threads are started",
     "_embed.py": "the event loop of an embedded node server",
     "_transport/reading_thread.py": "catches everything itself: its agent must not end while it reads",
-    "_cli/engines.py": "a program's own pool",
+    "_cli/node.py": "a program's own pool",
     "_cli/top.py": "a program's own pool",
     "integrations/sglang/bootstrap.py": "an HTTP server of Python's, which catches its requests' errors; one request; "
     "a pool whose futures keep errors; a timer",
