@@ -14,8 +14,7 @@ from kvferry._control.block_use import Writes
 from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._engine_spec import EngineSpec
-from kvferry._loop import Loop
-from kvferry._news import News
+from kvferry._loop import Loop, News
 from kvferry._prompt import Prompt, check_within
 from kvferry._reads.leased_read import ReadStage, ShareEnd
 from kvferry._reads.leased_reads import LeasedReads

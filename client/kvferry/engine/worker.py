@@ -14,9 +14,9 @@ from kvferry._client import CLOSE_TIMEOUT, Client, announce, discard, register_m
 from kvferry._control.granted_steps import GrantedPart
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing
+from kvferry._loop import News
 from kvferry._memory.declared import Declared
 from kvferry._memory.tails import Tails
-from kvferry._news import News
 from kvferry._reads.local_rank import LocalRank, describe
 from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease, Wanted
 from kvferry._wire.token import EngineToken

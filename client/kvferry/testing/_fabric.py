@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import cast
 
@@ -212,7 +213,10 @@ class Fabric(Closing):
             self._clock.add(step)
             for _ in range(HANDED_OVER):
                 for loop in tuple(self._loops):
-                    loop.settle()
+                    if loop.started:
+                        # A client may be closed meanwhile.
+                        with suppress(Closed):
+                            loop.run(asyncio.sleep(0))
 
     def wait_until_waiting(self, count: int = 1, timeout: float = 10.0) -> None:
         """Wait until exactly `count` reads wait at the homes for a publication under a router's key (see
