@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "house.svg"
 PACKAGES = {"kvferry": ROOT / "client" / "kvferry", "kvferry_server": ROOT / "server" / "kvferry_server"}
-BASE = frozenset({"errors", "v1", "_arguments", "_clock", "_forks", "_threads", "_loop", "_news"})
+BASE = frozenset({"errors", "v1", "_arguments", "_clock", "_forks", "_threads", "_loop"})
 """What nearly everything imports: drawn once, without arrows."""
 
 WIDTH, HEIGHT, GAP, MARGIN = 150, 44, 34, 24

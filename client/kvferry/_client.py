@@ -153,9 +153,8 @@ class Client(Closing):
             optimistic=arguments.flag("optimistic", optimistic),
         )
         self._lock = threading.Lock()
-        self._sessions: dict[str, EngineSession] = {}
-        self._replaced: list[EngineSession] = []
-        """Earlier sessions of engines that were opened again."""
+        self._sessions: list[EngineSession] = []
+        """Of an engine that was opened again, the last is the present one."""
         self._caches: list[Cache] = []
         self._locals: list[LocalRank] = []
         """The ranks whose memory is registered with NIXL, whether they have caches yet or not."""
@@ -188,13 +187,7 @@ class Client(Closing):
         )
         self._loop.run(opened.open(timeout))
         session = EngineSession(opened)
-
-        def keep() -> None:
-            if spec.engine_id in self._sessions:
-                self._replaced.append(self._sessions[spec.engine_id])
-            self._sessions[spec.engine_id] = session
-
-        self._keep(keep, session.close)
+        self._keep(lambda: self._sessions.append(session), session.close)
         self._homes.known_as(opened.advertise)
         return session
 
@@ -258,7 +251,7 @@ class Client(Closing):
         """Return the counts and measurements of this client, its ports and caches included. Makes no RPC. After
         `close`, totals stay unchanged."""
         with self._lock:
-            sessions = (*self._replaced, *self._sessions.values())
+            sessions = tuple(self._sessions)
             transports = [rank.transport for rank in self._locals]
         return ClientStats(
             reads=self._runtime.reads.stats(),
@@ -274,7 +267,7 @@ class Client(Closing):
                 return
             self._closed = True
             caches, watchers = self._caches, list(self._watchers.values())
-            sessions = (*self._replaced, *self._sessions.values())
+            sessions = tuple(self._sessions)
             ranks = self._locals
         for cache in caches:
             cache.close()
@@ -336,7 +329,8 @@ class Client(Closing):
         if given is not None:
             arguments.instance("token", given, EngineToken, "an EngineToken, or its string")
         with self._lock:
-            session = self._sessions.get(spec.engine_id)
+            found = [session for session in self._sessions if session.spec.engine_id == spec.engine_id]
+        session = found[-1] if found else None
         if session is not None and (given is None or given == session.token):
             return session, session.token
         if given is not None:

@@ -11,7 +11,7 @@ import inspect
 import os
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from kvferry.errors import ForkedClient
 
@@ -21,12 +21,9 @@ Made = TypeVar("Made", bound="OneProcess")
 class OneProcess:
     """Base class of public objects that can be used only in the process that made them.
 
-    In a child of that process, public methods and properties of a subclass raise `ForkedClient`. The methods named in
-    `ENDINGS` do nothing instead, and so does leaving a ``with`` block, which calls `close`. Attributes of instances
-    stay readable.
+    In a child of that process, public methods and properties of a subclass raise `ForkedClient`. `close` does nothing
+    instead, and so does leaving a ``with`` block, which calls `close`. Attributes of instances stay readable.
     """
-
-    ENDINGS: ClassVar[frozenset[str]] = frozenset({"close"})
 
     _made_in: int
 
@@ -43,7 +40,7 @@ class OneProcess:
             if isinstance(member, property) and member.fget is not None:
                 setattr(cls, name, property(_guarded(member.fget, ends=False), doc=member.__doc__))
             elif inspect.isfunction(member):
-                setattr(cls, name, _guarded(member, ends=name in cls.ENDINGS))
+                setattr(cls, name, _guarded(member, ends=name == "close"))
 
 
 def _guarded(method: Callable[..., Any], *, ends: bool) -> Callable[..., Any]:

@@ -5,50 +5,22 @@ from __future__ import annotations
 
 import logging
 import threading
+from typing import Any
 
 
-class Log:
-    """Logs under a name, with methods of `logging.Logger`. Whatever a handler or a filter raises is dropped, since
-    there is nowhere to log it.
+class Log(logging.LoggerAdapter):  # type: ignore[type-arg]  # Python 3.10 has no `LoggerAdapter[...]`.
+    """Logs under a name. Whatever a handler or a filter raises is dropped, since there is nowhere to log it.
 
     On the main thread `KeyboardInterrupt` and `SystemExit` are raised, as by `kvferry._threads.guarded`.
     """
 
-    __slots__ = ("_logger",)
-
     def __init__(self, name: str) -> None:
-        self._logger = logging.getLogger(name)
+        super().__init__(logging.getLogger(name), None)
 
-    def isEnabledFor(self, level: int) -> bool:
-        return self._logger.isEnabledFor(level)
-
-    def debug(self, message: str, *given: object, exc_info: BaseException | bool | None = None) -> None:
-        self._log(logging.DEBUG, message, given, exc_info)
-
-    def info(self, message: str, *given: object) -> None:
-        self._log(logging.INFO, message, given)
-
-    def warning(self, message: str, *given: object) -> None:
-        self._log(logging.WARNING, message, given)
-
-    def error(self, message: str, *given: object, exc_info: BaseException | bool | None = None) -> None:
-        self._log(logging.ERROR, message, given, exc_info)
-
-    def exception(self, message: str, *given: object) -> None:
-        self._log(logging.ERROR, message, given, True)
-
-    def critical(self, message: str, *given: object, exc_info: BaseException | bool | None = None) -> None:
-        self._log(logging.CRITICAL, message, given, exc_info)
-
-    def log(self, level: int, message: str, *given: object) -> None:
-        self._log(level, message, given)
-
-    def _log(
-        self, level: int, message: str, given: tuple[object, ...], exc_info: BaseException | bool | None = None
-    ) -> None:
+    def log(self, level: int, msg: object, *args: object, **options: Any) -> None:
         try:
-            # The record names the caller's caller.
-            self._logger.log(level, message, *given, exc_info=exc_info, stacklevel=3)
+            # The record names the caller, and not this method.
+            self.logger.log(level, msg, *args, stacklevel=2, **options)
         except BaseException as error:
             mine = isinstance(error, (KeyboardInterrupt, SystemExit))
             if mine and threading.current_thread() is threading.main_thread():

@@ -1,4 +1,4 @@
-"""The event loop of a client: one thread, on which all of its control runs as coroutines.
+"""The event loop of a client: one thread, on which all of its control runs as coroutines; and what wakes who waits.
 
 The loop has no sockets: gRPC's and NIXL's threads hand over their results, and callers their requests. So its clock can
 be one that also counts the time in which the host is suspended, since leases run on; uvloop has a clock of its own.
@@ -12,14 +12,13 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError, Future
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from contextvars import copy_context
-from functools import partial
 from typing import Any, TypeVar
 
 from kvferry._clock import now
 from kvferry._logs import Log
-from kvferry._threads import FIRST_PAUSE, LAST_PAUSE, guarded, start_thread
+from kvferry._threads import guarded, start_thread
 from kvferry.errors import Closed, WrongState
 
 logger = Log(__name__)
@@ -32,6 +31,9 @@ suspended."""
 
 RESTART_AFTER = 0.02
 """Seconds after which the loop goes on when an exception has stopped it, such as `SystemExit` in a logging handler."""
+
+FIRST_PAUSE, LAST_PAUSE = 0.02, 1.0
+"""Shortest and longest pause in seconds after a turn that has failed."""
 
 END_PATIENCE = 0.5
 """Seconds for which the end of the loop waits for coroutines that were cancelled, in each of `END_ROUNDS`."""
@@ -92,14 +94,14 @@ class Loop:
             Closed: the loop has ended.
             LimitReached: the system refused the thread.
         """
-        with ExitStack() as unused:
-            unused.callback(coroutine.close)
+        try:
             with self._lock:
-                if not self._runs():
-                    raise Closed("the client is closed")
-                running = asyncio.run_coroutine_threadsafe(coroutine, self._events)
-            unused.pop_all()
-        return running
+                if self._runs():
+                    return asyncio.run_coroutine_threadsafe(coroutine, self._events)
+            raise Closed("the client is closed")
+        except BaseException:
+            coroutine.close()
+            raise
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine on the loop, and wait for its result. Raises the errors of `submit` and of the coroutine.
@@ -140,19 +142,21 @@ class Loop:
         Raises:
             LimitReached: the system refused the thread.
         """
-        done: asyncio.Future[Result] = self._events.create_future()
+        done: Future[Result] = Future()
+        # From now on it cannot be cancelled.
+        done.set_running_or_notify_cancel()
         context = copy_context()
 
         def run() -> None:
             try:
                 result = context.run(work)
             except BaseException as error:
-                self.call(partial(_fail, done, error))
+                done.set_exception(error)
             else:
-                self.call(partial(_settle, done, result))
+                done.set_result(result)
 
         start_thread(run, name)
-        return await done
+        return await asyncio.wrap_future(done, loop=self._events)
 
     def at(self, when: float, work: Callable[[], object]) -> asyncio.TimerHandle:
         """Do work at a time of the loop's clock. What the work raises is logged."""
@@ -164,12 +168,6 @@ class Loop:
 
     def future(self) -> asyncio.Future[Any]:
         return self._events.create_future()
-
-    def settle(self) -> None:
-        """Wait until the loop has done the work that is due now. Does nothing if the loop does not run."""
-        if self._thread is not None and not self._closed:
-            with suppress(Closed):
-                self.run(asyncio.sleep(0))
 
     def close(self, timeout: float = 5.0) -> None:
         """Cancel all coroutines, and end the thread. Waits at most `timeout` seconds for the thread; on the thread
@@ -241,6 +239,60 @@ class Signal:
             _settle(self._waiting, None)
 
 
+class News:
+    """A flag that is set with each event, and cleared by a wait. Thread-safe.
+
+    A woken thread or coroutine fetches the new events after the wait, so that none is lost.
+    """
+
+    def __init__(self) -> None:
+        self._told = threading.Event()
+        self._ended = False
+        self._waiting: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
+
+    def tell(self) -> None:
+        """Set the flag, and end all waits."""
+        self._told.set()
+        for waiting, loop in tuple(self._waiting.items()):
+            try:
+                loop.call_soon_threadsafe(_settle, waiting, None)
+            except RuntimeError:
+                # The loop was closed in the meantime, and nobody will ever wait there again.
+                self._waiting.pop(waiting, None)
+
+    def end(self) -> None:
+        """There is nothing new any more: nobody waits from now on, however many do."""
+        self._ended = True
+        self.tell()
+
+    def wait(self, timeout: float) -> bool:
+        """Wait on a thread, at most `timeout` seconds; returns whether there may be news."""
+        self._told.wait(timeout)
+        return self._take()
+
+    async def arrive(self, timeout: float) -> bool:
+        """Wait in asyncio, on any event loop, at most `timeout` seconds; returns whether there may be news."""
+        loop = asyncio.get_running_loop()
+        waiting: asyncio.Future[None] = loop.create_future()
+        self._waiting[waiting] = loop
+        timer = loop.call_later(timeout, _settle, waiting, None)
+        try:
+            if not self._told.is_set():
+                await waiting
+        finally:
+            timer.cancel()
+            self._waiting.pop(waiting, None)
+        return self._take()
+
+    def _take(self) -> bool:
+        found = self._told.is_set()
+        if found:
+            self._told.clear()
+            if self._ended:
+                self._told.set()
+        return found
+
+
 class _Events(asyncio.BaseEventLoop):
     """An event loop that waits only for its timers and for other threads."""
 
@@ -278,27 +330,18 @@ def _settle(future: asyncio.Future[Any], result: object) -> None:
         future.set_result(result)
 
 
-def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
-
-
 async def _take_turns(turn: Callable[[], Awaitable[bool]], what: str) -> None:
     more, pause = True, FIRST_PAUSE
     while more:
         try:
             more = await turn()
             pause = FIRST_PAUSE
-            continue
         except (asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:
-            failure = error
-        # Logging handlers belong to the application.
-        with suppress(BaseException):
-            logger.error("a turn of %s failed", what, exc_info=failure)
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, LAST_PAUSE)
+            logger.error("a turn of %s failed", what, exc_info=error)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LAST_PAUSE)
 
 
 async def _end_others() -> None:

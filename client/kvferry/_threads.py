@@ -5,11 +5,9 @@ exception of such code is logged, and ends no thread of kvferry's: also a `BaseE
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from typing import TypeVar
 
 from kvferry._logs import Log
@@ -22,9 +20,6 @@ Result = TypeVar("Result")
 RETRY_AFTER = 1.0
 """Seconds after which the system may have threads again."""
 
-FIRST_PAUSE, LAST_PAUSE = 0.02, 1.0
-"""Shortest and longest pause in seconds after a turn of a loop that has failed."""
-
 
 def start_thread(run: Callable[[], object], name: str) -> threading.Thread:
     """Start a daemon thread. An exception of `run` is logged. Raises `LimitReached`: the system refused a thread."""
@@ -34,12 +29,6 @@ def start_thread(run: Callable[[], object], name: str) -> threading.Thread:
     except (RuntimeError, MemoryError):
         raise no_thread(f"thread {name!r}") from None
     return thread
-
-
-def start_loop(turn: Callable[[], bool], name: str) -> threading.Thread:
-    """Start a daemon thread that takes turns until a turn returns False; see `start_thread`. After an exception, the
-    next turn begins after a pause."""
-    return start_thread(partial(_repeat, turn, name), name)
 
 
 def guarded(work: Callable[[], object], what: str) -> bool:
@@ -76,17 +65,3 @@ def no_thread(what: str) -> LimitReached:
     running = threading.active_count()
     message = f"the system refused {what}; {running} threads of this process are running"
     return LimitReached(message, retry_after=RETRY_AFTER, limit="threads", value=running)
-
-
-def _repeat(turn: Callable[[], bool], name: str) -> None:
-    more, pause = [True], FIRST_PAUSE
-
-    def take() -> None:
-        more[0] = turn()
-
-    while more[0]:
-        if guarded(take, f"a turn of thread {name}"):
-            pause = FIRST_PAUSE
-        else:
-            time.sleep(pause)
-            pause = min(2 * pause, LAST_PAUSE)

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from kvferry._news import News
+from kvferry._loop import News
 
 SOON = 20.0
 LONG = 3600.0

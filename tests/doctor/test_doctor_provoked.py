@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry._doctor import moves, same_host
+from kvferry._doctor import same_host, ucx
 from kvferry._doctor.check import Host
 from tests.doctor.looking import look_in, names, run
 from tests.support.node_servers import environment
@@ -281,10 +281,10 @@ def test_reads_by_each_transport_are_found(
     monkeypatch: pytest.MonkeyPatch, way: str, share: float, finding: str
 ) -> None:
     """Transports and speeds that this machine does not have."""
-    monkeypatch.setattr(moves, "_measure", lambda: (share * 1e10, 1e10, 0))
-    monkeypatch.setattr(moves, "_way", lambda text: way)
+    monkeypatch.setattr(ucx, "_measure", lambda: (share * 1e10, 1e10, 0))
+    monkeypatch.setattr(ucx, "_way", lambda text: way)
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    assert names(moves.check(Host())) == {finding}
+    assert names(ucx.moves(Host())) == {finding}
 
 
 @NIXL
@@ -306,9 +306,9 @@ def test_read_between_two_processes(tls: str, finding: str) -> None:
 @NIXL
 def test_process_that_crashes_at_its_end_is_found() -> None:
     crash = """
-from kvferry._doctor import moves
-real = moves.python
-moves.python = lambda code: real(code + "; import os; os.kill(os.getpid(), 11)")
+from kvferry._doctor import ucx
+real = ucx.python
+ucx.python = lambda code: real(code + "; import os; os.kill(os.getpid(), 11)")
 """
     found = look_in([], "moves", first=crash)
     assert set(found) & {"reads-by-cma", "reads-slow"}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry._doctor import rdma
+from kvferry._doctor import ucx
 from kvferry._doctor.check import Host
 from kvferry._transport import nixl_binding
 from kvferry.errors import NixlMissing
@@ -36,11 +36,11 @@ def seen(root: Path, *trees: dict[str, str]) -> Host:
 
 
 def test_rdma_without_a_card(tmp_path: Path) -> None:
-    assert names(rdma.check(Host(root=tmp_path))) == {"rdma-none"}
+    assert names(ucx.rdma(Host(root=tmp_path))) == {"rdma-none"}
 
 
 def test_card_whose_file_the_container_lacks(tmp_path: Path) -> None:
-    found = rdma.check(seen(tmp_path, CARD))
+    found = ucx.rdma(seen(tmp_path, CARD))
     assert names(found) == {"rdma-not-given"}
     assert found[0].found == (
         "mlx5_0:1 ACTIVE, 400 Gb/sec (4X NDR), InfiniBand: /dev/infiniband/uverbs3: No such file or directory"
@@ -48,14 +48,14 @@ def test_card_whose_file_the_container_lacks(tmp_path: Path) -> None:
 
 
 def test_card_that_has_no_file(tmp_path: Path) -> None:
-    found = rdma.check(seen(tmp_path, CARD, {"/sys/class/infiniband_verbs/uverbs3/ibdev": "mlx5_1\n"}))
+    found = ucx.rdma(seen(tmp_path, CARD, {"/sys/class/infiniband_verbs/uverbs3/ibdev": "mlx5_1\n"}))
     assert names(found) == {"rdma-not-given"}
     assert "ib_uverbs" in found[0].found
 
 
 def test_port_that_is_down(tmp_path: Path) -> None:
     down = {"/sys/class/infiniband/mlx5_0/ports/1/state": "1: DOWN\n"}
-    assert names(rdma.check(seen(tmp_path, CARD, FILE, down))) == {"rdma-port-down"}
+    assert names(ucx.rdma(seen(tmp_path, CARD, FILE, down))) == {"rdma-port-down"}
 
 
 def test_card_where_nixl_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_card_where_nixl_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(nixl_binding, "load", load)
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    assert names(rdma.check(seen(tmp_path, CARD, FILE))) == {"rdma-not-tried"}
+    assert names(ucx.rdma(seen(tmp_path, CARD, FILE))) == {"rdma-not-tried"}
 
 
 @NIXL

@@ -130,7 +130,7 @@ class World:
 
     def finished(self) -> list[ReadEnd]:
         self.look()
-        return list(self.reads.take_finished().reads)
+        return list(self.reads.finished().reads)
 
     def free(self) -> bool:
         """Whether another may write to the blocks."""
@@ -221,7 +221,7 @@ def test_the_homes_verdict_after_the_end_only_audits_the_read(
     world.reads.news.wait(0)
     world.home.judge(verdict)
     assert world.reads.news.wait(0) == disputed
-    found = world.reads.take_finished()
+    found = world.reads.finished()
     assert (bool(found), found.reads) == (disputed, ())
     assert [(late.request_id, late.read_id, late.lost) for late in found.disputed] == (
         [("mine", read_id, {"full": (20, 7)})] if disputed else []
@@ -229,7 +229,7 @@ def test_the_homes_verdict_after_the_end_only_audits_the_read(
     assert all(isinstance(late.error, TransferExpired) for late in found.disputed)
     assert dict(world.reads.counts) == {"done": 1, **({"disputed": 1} if disputed else {})}
     world.home.judge(verdict)
-    assert not world.reads.take_finished()
+    assert not world.reads.finished()
 
 
 def test_a_read_that_ended_after_its_lease_fails_before_and_after_its_report(make: Callable[..., World]) -> None:
@@ -298,7 +298,7 @@ def test_an_unreachable_home_is_awaited_for_a_bounded_time(world: World) -> None
     with pytest.raises(TransferStuck):
         world.reads.granted("mine")
     assert world.home.heard("gave up")
-    assert world.reads.counts["refused"] == 1
+    assert world.reads.counts["not_granted"] == 1
 
 
 @pytest.mark.parametrize("why", ["cancelled", "expired"])
@@ -321,12 +321,12 @@ def test_a_lease_that_ends_stops_the_ranks_and_the_read_ends_with_them(world: Wo
     world.ends(read_id, 0)
     world.now = world.lease.deadline - 0.001
     world.look()
-    assert world.reads.take_cancels() == []
+    assert world.reads.cancels() == []
     world.now = world.lease.deadline
     world.look()
     world.look()
     # Once.
-    assert world.reads.take_cancels() == [read_id]
+    assert world.reads.cancels() == [read_id]
     assert world.finished() == []
     assert not world.free()
     world.ends(read_id, 1, "TransferCancelled")
@@ -339,7 +339,7 @@ def test_a_lease_that_ends_stops_the_ranks_and_the_read_ends_with_them(world: Wo
 def test_a_rank_that_fails_stops_the_others_and_its_error_is_returned(world: World) -> None:
     read_id = world.reading()
     world.ends(read_id, 1, "TransferFailed", quiet=False)
-    assert world.reads.take_cancels() == [read_id]
+    assert world.reads.cancels() == [read_id]
     world.ends(read_id, 0, "TransferCancelled", quiet=True)
     (end,) = world.finished()
     assert isinstance(end.error, TransferFailed)
@@ -351,7 +351,7 @@ def test_a_rank_that_fails_stops_the_others_and_its_error_is_returned(world: Wor
     world.reads.collect(WorkerOutput(0, quiesced=(read_id,)))
     assert not world.free()
     world.reads.collect(WorkerOutput(1, quiesced=(read_id,)))
-    assert world.reads.take_finished().quiesced == ("mine",)
+    assert world.reads.finished().quiesced == ("mine",)
     assert world.free()
 
 
@@ -381,11 +381,11 @@ def test_a_rank_that_became_quiet_does_not_end_the_read_for_the_others(world: Wo
     read_id = world.reading()
     world.ends(read_id, 1, "TransferFailed", quiet=False)
     world.reads.collect(WorkerOutput(1, quiesced=(read_id, "of another engine")))
-    assert not world.reads.take_finished()
+    assert not world.reads.finished()
     assert not world.free()
     world.ends(read_id, 0, "TransferCancelled")
     world.look()
-    found = world.reads.take_finished()
+    found = world.reads.finished()
     assert [end.quiet for end in found.reads] == [True]
     assert found.quiesced == ()
     assert world.free()
@@ -415,7 +415,7 @@ def test_the_last_rank_that_fails_stops_no_other(world: World) -> None:
     read_id = world.reading()
     world.ends(read_id, 0)
     world.ends(read_id, 1, "TransferFailed")
-    assert world.reads.take_cancels() == []
+    assert world.reads.cancels() == []
     (end,) = world.finished()
     assert isinstance(end.error, TransferFailed)
 
@@ -446,10 +446,10 @@ def test_workers_without_reports_are_awaited_for_a_bounded_time(
     world.ends(read_id, 0)
     world.now = BEGAN + TIMEOUT - 0.001
     world.look()
-    assert world.reads.take_cancels() == []
+    assert world.reads.cancels() == []
     world.now = BEGAN + TIMEOUT
     world.look()
-    assert world.reads.take_cancels() == [read_id]
+    assert world.reads.cancels() == [read_id]
     world.now = BEGAN + TIMEOUT + RANKS_GRACE - 0.001
     world.look()
     assert not world.home.reports
@@ -469,10 +469,10 @@ def test_workers_without_reports_are_awaited_for_a_bounded_time(
     world.ends(read_id, 1, "TransferCancelled", quiet=at_once)
     if not at_once:
         assert not world.free()
-        assert not world.reads.take_finished()
+        assert not world.reads.finished()
         world.reads.collect(WorkerOutput(1, quiesced=(read_id,)))
     assert world.free()
-    late = world.reads.take_finished()
+    late = world.reads.finished()
     assert [end.quiet for end in late.reads] == ([True] if holds else [])
     assert late.quiesced == (() if holds else ("mine",))
 
@@ -492,13 +492,13 @@ def test_a_grant_that_is_not_attached_in_time_is_refused_and_given_back(world: W
     world.look()
     assert world.home.heard("drop", "cancel")
     # No worker has heard of it.
-    assert world.reads.take_cancels() == []
+    assert world.reads.cancels() == []
     with pytest.raises(TransferExpired if why == "its lease" else TransferStuck):
         world.reads.attach("mine", {"full": Blocks([20, 7])}, None, allow_overlap=False)
     # It was told once, and is forgotten.
     with pytest.raises(WrongState, match="acquire it first"):
         world.reads.granted("mine")
-    assert dict(world.reads.counts) == {"refused": 1}
+    assert dict(world.reads.counts) == {"not_granted": 1}
 
 
 def test_a_refusal_is_returned_once(world: World) -> None:
@@ -608,7 +608,7 @@ def test_a_waiting_scheduler_is_woken_by_a_grant_an_end_a_refusal_and_quiet(worl
     assert not reads.news.wait(0.0)
     reads.collect(WorkerOutput(1, quiesced=(read_id,)))
     assert reads.news.wait(30.0)
-    assert reads.take_finished().quiesced == ("mine",)
+    assert reads.finished().quiesced == ("mine",)
     world.acquire("other", "other")
     world.answer(PublicationStale("gone"), "other")
     assert reads.news.wait(30.0)
@@ -662,7 +662,7 @@ def test_a_cancel_of_a_read_under_way_waits_for_the_ranks(world: World) -> None:
     read_id = world.reading()
     assert world.reads.cancel("mine")
     assert world.reads.cancel("mine")
-    assert world.reads.take_cancels() == [read_id]
+    assert world.reads.cancels() == [read_id]
     assert world.finished() == []
     for rank in range(RANKS):
         world.ends(read_id, rank, "TransferCancelled")
@@ -711,7 +711,7 @@ def test_close_ends_reads_under_way_and_gives_their_leases_back(world: World) ->
         world.reads.granted("granted")
     for rank in range(RANKS):
         world.ends(reading, rank, "TransferCancelled")
-    assert world.reads.take_finished().quiesced == ("mine",)
+    assert world.reads.finished().quiesced == ("mine",)
     assert world.free()
 
 
@@ -725,7 +725,7 @@ def test_reads_whose_client_is_closed_end(world: World) -> None:
     world.look()
     world.loop.close()
     # The home has not said that its lease had ended.
-    (end,) = world.reads.take_finished().reads
+    (end,) = world.reads.finished().reads
     assert (end.error, end.confirmed, end.quiet) == (None, False, True)
     with pytest.raises(TransferCancelled):
         world.reads.granted("waits")

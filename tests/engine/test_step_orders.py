@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.engine.step_order import MAX_EARLY, StepOrders
 from kvferry.engine.values import GrantStep
+from kvferry.engine.worker import MAX_EARLY, StepOrders
 from kvferry.errors import InvalidField
 
 

@@ -260,7 +260,7 @@ TARGETS: dict[str, Target] = {
             "read.error is not None or share is None or share.planned is None": FOR_THE_TYPE,
         },
     ),
-    "client/kvferry/engine/worker.py": Target((PORT, PORTS)),
+    "client/kvferry/engine/worker.py": Target((PORT, PORTS, STEP_ORDERS, PROGRESSIVE)),
     "client/kvferry/engine/scheduler_read.py": Target(
         (PORT, ENGINE_READS, PORTS, PROGRESSIVE),
         {
@@ -270,7 +270,6 @@ TARGETS: dict[str, Target] = {
             "read.acquired is not None": "a copy of an offer that is equal",
         },
     ),
-    "client/kvferry/engine/step_order.py": Target((STEP_ORDERS, PROGRESSIVE)),
     "client/kvferry/planner/plan.py": Target((PARTS, *PLANNER), {"_check_size: 1 -> 0": MANY_LANES}),
     "client/kvferry/planner/compatibility.py": Target((COMPLETE, DECLARED, REFUSALS)),
     "client/kvferry/_transport/calibration.py": Target((CALIBRATION,)),

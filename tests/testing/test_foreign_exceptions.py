@@ -20,7 +20,8 @@ from kvferry import Blocks, Directory, EngineSpec, Group, IntegrityOptions, List
 from kvferry._control.publication_sender import PublicationSender
 from kvferry._control.renewals import Renewals
 from kvferry._control.watcher import Watcher
-from kvferry._threads import guarded, start_loop
+from kvferry._directory.file import FileDirectory
+from kvferry._threads import guarded
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.errors import TransferCancelled, TransferFailed
 from kvferry.testing import Fabric
@@ -40,23 +41,19 @@ REPEATED: dict[str, type[Any]] = {
 }
 """Every coroutine that takes turns, by its file."""
 
-LOOPS = {
-    "_directory/directory.py": "a look at the directory, again and again",
-}
-"""Every thread that takes turns, by its file."""
-
-ONCE = {
+STARTED = {
+    "_directory/directory.py": "catches everything itself: a look at the directory, again and again",
     "_loop.py": "the loop itself, which begins again when something has stopped it; work that takes long",
     "_control/connection.py": "reads a stream; tests whether the system has threads",
     "_reads/callbacks.py": "takes callbacks from a queue, each guarded; a callback after its queue has ended",
 }
-"""Where a thread is started that takes no turns."""
+"""Where a thread is started."""
 
 OWN = {
     "_threads.py": "the place where threads are started",
     "_embed.py": "the event loop of an embedded node server",
     "_transport/reading_thread.py": "catches everything itself: its agent must not end while it reads",
-    "_cli/engines.py": "a program's own pool",
+    "_cli/node.py": "a program's own pool",
     "_cli/top.py": "a program's own pool",
     "integrations/sglang/bootstrap.py": "an HTTP server of Python's, which catches its requests' errors; one request; "
     "a pool whose futures keep errors; a timer",
@@ -80,8 +77,7 @@ def calls_of(*names: str) -> set[str]:
 def test_every_thread_and_coroutine_that_goes_on_is_listed_here() -> None:
     """A thread that is new stands in one of the tables above, and what goes on is tested below."""
     assert calls_of("spawn_turns") == set(REPEATED)
-    assert calls_of("start_loop") == set(LOOPS)
-    assert calls_of("start_thread") - {"_threads.py"} == set(ONCE)
+    assert calls_of("start_thread") == set(STARTED)
     assert calls_of("Thread", "Timer", "ThreadPoolExecutor", "start_new_thread") == set(OWN)
 
 
@@ -156,20 +152,23 @@ def test_an_engine_goes_on_after_any_exception_of_a_turn(
 
 
 @pytest.mark.parametrize("raised", RAISED)
-def test_a_thread_goes_on_after_any_exception_of_a_turn(raised: Raised, raising_handler: None) -> None:
-    turns, again = [0], threading.Event()
+def test_a_directory_is_followed_after_any_exception_of_a_look(
+    raised: Raised, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raising_handler: None
+) -> None:
+    look, failed = FileDirectory._follow, list[FileDirectory]()
 
-    def turn() -> bool:
-        turns[0] += 1
-        if turns[0] < 3:
-            raise raised("a turn")
-        again.set()
-        return False
+    def follow(self: FileDirectory) -> float:
+        if len(failed) < 2:
+            failed.append(self)
+            raise raised("a look")
+        return look(self)
 
-    thread = start_loop(turn, "test-thread")
-    assert again.wait(SOON)
-    thread.join(SOON)
-    assert (thread.is_alive(), turns[0]) == (False, 3)
+    monkeypatch.setattr(FileDirectory, "_follow", follow)
+    file = tmp_path / "directory.toml"
+    file.write_text('homes = ["10.0.0.7:7423"]\n')
+    with open_directory(f"file:{file}") as directory:
+        assert directory.wait(SOON)
+    assert len(failed) == 2
 
 
 @pytest.mark.parametrize("raised", RAISED)

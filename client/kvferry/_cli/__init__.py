@@ -15,9 +15,8 @@ import typer
 
 from kvferry._cli.admin import abort, decline, drain, end_lease, evict, reference
 from kvferry._cli.doctor import doctor
-from kvferry._cli.engines import engine, engines
 from kvferry._cli.fetch import fetch
-from kvferry._cli.node import health, info, requests, transfers, version
+from kvferry._cli.node import engine, engines, health, info, requests, transfers, version
 from kvferry._cli.plan import plan
 from kvferry._cli.render import safe
 from kvferry._cli.top import top

@@ -1,4 +1,5 @@
-"""Commands that ask one node server, `kvferry info`, `health`, `requests` and `transfers`; and `kvferry version`."""
+"""Commands that show what node servers know: `kvferry info`, `health`, `engines` (of a whole fleet, too), `engine`,
+`requests` and `transfers`; and `kvferry version`."""
 
 from __future__ import annotations
 
@@ -7,23 +8,35 @@ import math
 import platform
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
 from kvferry import __version__
-from kvferry._cli.connection import DEFAULT_SERVER, Connection, Node, Server, with_connection
-from kvferry._cli.render import console, facts, listing, print_json, recovering, safe, table
-from kvferry._summaries import Row, lasting, request_row, transfer_row
+from kvferry._cli.connection import (
+    DEFAULT_SERVER,
+    AsJson,
+    Connection,
+    Directory,
+    Node,
+    Server,
+    look_up,
+    with_connection,
+)
+from kvferry._cli.render import complete, console, facts, listing, print_json, recovering, safe, sentences, table
+from kvferry._summaries import Row, engine_row, enum_name, lasting, request_row, transfer_row
+from kvferry.errors import KvferryError
 
 if TYPE_CHECKING:
+    from kvferry.v1 import geometry_pb2
     from kvferry.v1 import introspection_pb2 as ipb
 
+    Answers: TypeAlias = list[tuple[str, ipb.ListEnginesResponse]]
+    Failures: TypeAlias = list[tuple[str, KvferryError]]
     Listed: TypeAlias = ipb.ListRequestsResponse | ipb.ListTransfersResponse
 
-CHECK = "/grpc.health.v1.Health/Check"
-STATUSES = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
-"""grpc.health.v1.HealthCheckResponse.ServingStatus, by number."""
+MAX_AT_ONCE = 32  # Most node servers that are asked at once
 MOST_ROWS = 200
 """Most rows of a table of requests or transfers. A home may have a quarter of a million leases: to ask for them all and
 to draw them would take minutes."""
@@ -73,34 +86,146 @@ def health(
 
     A draining node server does not.
     """
-    # The base install does not have the messages of grpc.health.v1. Request and response have one field each, a string
-    # and an enum, so protobuf's wrappers with the same encoding replace them.
-    from google.protobuf.wrappers_pb2 import Int32Value, StringValue
+    from google.protobuf.wrappers_pb2 import StringValue
+
+    from kvferry._doctor.peer import HEALTH, STATUSES
 
     with connection.node(server) as node:
-        check = node.channel.unary_unary(
-            CHECK, request_serializer=StringValue.SerializeToString, response_deserializer=Int32Value.FromString
-        )
-        number = node.call(check, StringValue(value=service)).value
-    status = STATUSES[number] if 0 <= number < len(STATUSES) else str(number)
+        # The base install does not have grpc.health.v1.HealthCheckRequest: StringValue has the same encoding.
+        check: Any = node.channel.unary_unary(HEALTH, StringValue.SerializeToString)
+        answer: bytes = node.call(check, StringValue(value=service))
+    status = STATUSES.get(answer, answer[:16].hex())
     print(status)
     if status != "SERVING":
         sys.exit(1)
 
 
-def version(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: versions by package, null if missing.")] = False,
+@with_connection
+def engines(
+    servers: Annotated[
+        list[str],
+        typer.Option(
+            "--server",
+            envvar="KVFERRY_SERVER",
+            metavar="ADDRESS",
+            help="Node server to ask: unix:/path or host:port. May be given several times.",
+        ),
+    ] = [DEFAULT_SERVER],  # noqa: B006  typer copies it, and shows it in the help
+    every: Annotated[bool, typer.Option("--all", help="Ask all homes that the directory lists.")] = False,
+    directory: Directory = "",
+    as_json: AsJson = False,
+    *,
+    connection: Connection,
 ) -> None:
-    """Show the versions of kvferry and of the packages it uses."""
-    from kvferry._doctor.software import version_of
-
-    found: dict[str, str | None] = {"kvferry": __version__, "python": platform.python_version()}
-    found |= {package: version_of(package) or None for package in PACKAGES}
+    """List the engines of one node server, of several, or of a fleet."""
+    if every and not directory:
+        raise typer.BadParameter("--all needs a directory: name it with --directory or KVFERRY_DIRECTORY")
+    if every:
+        servers = sorted(look_up(directory, connection.timeout, lambda listed: listed.listed()).homes)
+    # A single node server's answer or error is the output itself.
+    single = not every and len(servers) == 1
+    answered, failed = ([(servers[0], _ask(servers[0], connection))], []) if single else _ask_all(servers, connection)
     if as_json:
-        print(json.dumps(found, indent=2))
+        print_json(answered[0][1]) if single else _print_fleet(answered, failed)
+    elif any(response.engines for _, response in answered):
+        console().print(listing(_rows(answered, with_home=not single)))
+    else:
+        where = safe(servers[0]) if single else f"the {len(answered)} node servers that answered"
+        console().print(f"No engine has its home at {where}.", markup=False)
+    if not as_json:
+        for asked in (name for name, response in answered if response.recovering):
+            console().print(recovering(asked), markup=False)
+    for server, error in failed:
+        message = " ".join(sentences(error).split())
+        where = "" if safe(server) in message else f"{safe(server)}: "
+        print(f"kvferry: {where}{message} [{error.reason or type(error).__name__}]", file=sys.stderr)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _ask(server: str, connection: Connection) -> ipb.ListEnginesResponse:
+    with connection.node(server) as node:
+        answer: ipb.ListEnginesResponse = node.listing("engines")
+        return answer
+
+
+def _ask_all(servers: list[str], connection: Connection) -> tuple[Answers, Failures]:
+    """Ask several node servers at once. Returns answers and errors, each in the given order."""
+
+    def outcome(server: str) -> ipb.ListEnginesResponse | KvferryError:
+        try:
+            return _ask(server, connection)
+        except KvferryError as error:
+            return error
+
+    servers = list(dict.fromkeys(servers))
+    with ThreadPoolExecutor(MAX_AT_ONCE, "kvferry-fleet") as pool:
+        found = list(zip(servers, pool.map(outcome, servers), strict=True))
+    answered = [(server, answer) for server, answer in found if not isinstance(answer, KvferryError)]
+    return answered, [(server, answer) for server, answer in found if isinstance(answer, KvferryError)]
+
+
+def _print_fleet(answered: Answers, failed: Failures) -> None:
+    homes = [{"server": server, "response": complete(response)} for server, response in answered]
+    errors = [
+        {"server": server, "error": {"name": type(error).__name__, "reason": error.reason, "message": error.message}}
+        for server, error in failed
+    ]
+    print(json.dumps({"homes": [*homes, *errors]}, indent=2))
+
+
+def _rows(answered: Answers, *, with_home: bool) -> list[Row]:
+    listed = [(summary, server) for server, response in answered for summary in response.engines]
+    listed.sort(key=lambda each: (each[0].engine.engine_id, each[1]))
+    if not with_home:
+        return [engine_row(summary) for summary, _ in listed]
+    return [{"Engine": summary.engine.engine_id, "Home": server, **engine_row(summary)} for summary, server in listed]
+
+
+@with_connection
+def engine(
+    engine_id: Annotated[str, typer.Argument(metavar="ID", help="engine_id, as `kvferry engines` lists it.")],
+    server: Server = DEFAULT_SERVER,
+    directory: Directory = "",
+    as_json: AsJson = False,
+    *,
+    connection: Connection,
+) -> None:
+    """Show one engine: identity, groups, and what each rank holds. With a directory, at the home that it lists."""
+    if directory and server == DEFAULT_SERVER:
+        server = look_up(directory, connection.timeout, lambda listed: listed.resolve(engine_id)).home
+    with connection.node(server) as node:
+        response = node.engine(engine_id)
+    if as_json:
+        print_json(response)
         return
-    for name, number in found.items():
-        print(f"{name:<10} {number or 'not installed'}")
+    summary, geometry = response.summary, response.geometry
+    shown = {title.lstrip(">").lower(): cell for title, cell in engine_row(summary).items()}
+    shown["incarnation"] = summary.engine.incarnation.hex()
+    groups = "Group", "Kind", ">Block tokens", ">Blocks", ">Null block", ">Window", "Pool"
+    console().print(
+        facts([*shown.items(), *sorted(geometry.identity.items())]),
+        table(*groups, rows=map(_group, geometry.groups), title="Groups"),
+        table(">Rank", "Labels", ">Layers", "Holds", "Format", rows=map(_rank, geometry.ranks), title="Ranks"),
+        sep="\n",
+    )
+
+
+def _group(group: geometry_pb2.Group) -> tuple[object, ...]:
+    null = group.null_block if group.has_null_block else "-"
+    sizes = group.block_tokens or "-", group.num_blocks, null, group.window_tokens or "-"
+    return group.name, enum_name(group, "kind"), *sizes, group.pool or "own"
+
+
+def _rank(rank: geometry_pb2.RankGeometry) -> tuple[object, ...]:
+    held = (f"{each.component} [{each.unit_begin}, {each.unit_end}) of {each.axis_size}" for each in rank.planes)
+    return (
+        rank.rank,
+        ", ".join(f"{name} {value}" for name, value in sorted(rank.labels.items())),
+        len({plane.layer for plane in rank.planes}),
+        ", ".join(dict.fromkeys(held)),
+        ", ".join(dict.fromkeys(f"{plane.format} {plane.dtype}".strip() for plane in rank.planes)),
+    )
 
 
 @with_connection
@@ -135,3 +260,18 @@ def _show(node: Node, found: Listed, rows: Sequence[Row], none: str) -> None:
         print(f"kvferry: {more}", file=sys.stderr)
     if found.recovering:
         console().print(recovering(node.server), markup=False)
+
+
+def version(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: versions by package, null if missing.")] = False,
+) -> None:
+    """Show the versions of kvferry and of the packages it uses."""
+    from kvferry._doctor.software import version_of
+
+    found: dict[str, str | None] = {"kvferry": __version__, "python": platform.python_version()}
+    found |= {package: version_of(package) or None for package in PACKAGES}
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    for name, number in found.items():
+        print(f"{name:<10} {number or 'not installed'}")

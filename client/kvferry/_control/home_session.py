@@ -22,8 +22,7 @@ from kvferry._control.questions import Question, Questions
 from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
 from kvferry._logs import Log
-from kvferry._loop import Loop
-from kvferry._news import News
+from kvferry._loop import Loop, News
 from kvferry._tracing import NO_SPAN, Span, start_span
 from kvferry._wire.authority import incarnation_of, new_session_secret
 from kvferry._wire.outcomes import MissReason

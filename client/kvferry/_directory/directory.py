@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from kvferry._arguments import instance, mapping, string_map, text
 from kvferry._forks import Closing
 from kvferry._logs import Log
-from kvferry._threads import guarded, start_loop
+from kvferry._threads import guarded, start_thread
 from kvferry._wire.authority import INCARNATION_BYTES
 from kvferry._wire.channel import parse_address
 from kvferry.errors import Closed, DirectoryUnavailable, EngineNotListed, InvalidField, KvferryError, WrongState
@@ -168,7 +168,7 @@ class Directory(Closing, ABC):
         if self._thread is None:
             with self._changed:
                 if self._thread is None and not self._closed:
-                    self._thread = start_loop(self._turn, "kvferry-directory")
+                    self._thread = start_thread(self._run, "kvferry-directory")
         if self._closed:
             raise Closed(f"the directory {self.name} is closed")
 
@@ -266,18 +266,19 @@ class Directory(Closing, ABC):
             for watch in tuple(self._watches.values()) if changed else ():
                 guarded(partial(watch, listed), f"a watch of the directory {self.name}")
 
-    def _turn(self) -> bool:
-        try:
-            pause = self._follow()
-        except Exception as error:
-            if not isinstance(error, KvferryError):
-                logger.debug("following %s failed", self.name, exc_info=error)
-            self._failed(error)
-            pause, self._pause = self._pause * _RANDOM.uniform(0.5, 1.0), min(2 * self._pause, FOLLOW_LAST)
-        with self._changed:
-            return not self._changed.wait_for(lambda: self._closed, pause)
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                pause = self._follow()
+            except BaseException as error:
+                if not isinstance(error, KvferryError):
+                    logger.debug("following %s failed", self.name, exc_info=error)
+                self._failed(error)
+                pause, self._pause = self._pause * _RANDOM.uniform(0.5, 1.0), min(2 * self._pause, FOLLOW_LAST)
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, pause)
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: BaseException) -> None:
         if self._closed:
             return
         first = not self._problem

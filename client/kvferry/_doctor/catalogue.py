@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvferry._doctor import moves, peer, rdma, same_host, software, system
+from kvferry._doctor import peer, same_host, software, system, ucx
 from kvferry._doctor.check import Finding, Host, ended, finding, python
 
 _LINES = 5
@@ -45,7 +45,7 @@ CHECKS = (
     Check("packages", software.packages),
     Check("environment", software.environment),
     Check("cma", same_host.check, 30.0),
-    Check("moves", moves.check, 60.0),
+    Check("moves", ucx.moves, 60.0),
     Check("huge-pages", system.huge_pages, 20.0),
     Check("locked-memory", system.locked_memory),
     Check("open-files", system.open_files),
@@ -53,7 +53,7 @@ CHECKS = (
     Check("shared-memory", system.shared_memory),
     Check("clock", system.clock),
     Check("gpu", system.gpu),
-    Check("rdma", rdma.check, 60.0),
+    Check("rdma", ucx.rdma, 60.0),
     Check("network", system.network),
     Check("peer", peer.check, 60.0),
 )

@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 
 ECHOES = 21
 _SAID = 300  # Most characters of a text from a peer, which may send anything
-_HEALTH = "/grpc.health.v1.Health/Check"
-_SERVING = b"\x08\x01"
-"""HealthCheckResponse with status SERVING. Encoded by hand, because only kvferryd's packages have its module."""
-_STATUSES = {b"": "UNKNOWN", b"\x08\x02": "NOT_SERVING", b"\x08\x03": "SERVICE_UNKNOWN"}
+HEALTH = "/grpc.health.v1.Health/Check"
+STATUSES = {b"": "UNKNOWN", b"\x08\x01": "SERVING", b"\x08\x02": "NOT_SERVING", b"\x08\x03": "SERVICE_UNKNOWN"}
+"""The status of each HealthCheckResponse. Decoded by hand, because only kvferryd's packages have its module."""
 
 
 def check(host: Host) -> list[Finding]:
@@ -84,17 +83,16 @@ def _unreachable(address: Address, timeout: float) -> Finding | None:
 
 def _echo(channel: Any, host: Host) -> Finding:
     """Ask repeatedly for the peer's health. Raises `grpc.RpcError`."""
-    health = channel.unary_unary(_HEALTH)
+    health = channel.unary_unary(HEALTH)
     # The first call also makes the connection. A slow peer gets fewer calls.
     answer: bytes = health(b"", timeout=host.timeout)
     times: list[float] = []
-    while answer == _SERVING and len(times) < ECHOES and sum(times) <= host.timeout:
+    while (status := STATUSES.get(answer)) == "SERVING" and len(times) < ECHOES and sum(times) <= host.timeout:
         started = time.monotonic()
         answer = health(b"", timeout=host.timeout)
         times.append(time.monotonic() - started)
-    if answer != _SERVING:
-        said = _STATUSES.get(answer) or answer[:_SAID].hex()
-        return finding("peer-not-serving", f"its health service answers {said}")
+    if status != "SERVING":
+        return finding("peer-not-serving", f"its health service answers {status or answer[:_SAID].hex()}")
     how = "over TLS" if host.tls and not host.peer.startswith("unix:") else "without TLS"
     median, longest = statistics.median(times) * 1000, max(times) * 1000
     said = f"it serves; a call takes {median:.2f} ms {how} (median of {len(times)}, the longest {longest:.2f} ms)"

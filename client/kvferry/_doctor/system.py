@@ -6,7 +6,6 @@ import os
 import re
 import resource
 import time
-from pathlib import Path
 
 from kvferry._doctor.check import Finding, Host, finding
 from kvferry._doctor.software import version_of
@@ -24,30 +23,19 @@ _CAP_IPC_LOCK = 14
 def huge_pages(host: Host) -> list[Finding]:
     """Read the kernel's mode, the word in brackets, and try to get huge pages: reads from a source in pages of 2 MiB
     are up to twice as fast as from pages of 4 KiB (docs/nixl.md)."""
+    from kvferry.host_memory import HostMemory
+
     mode = host.text("/sys/kernel/mm/transparent_hugepage/enabled").partition("[")[2].partition("]")[0]
     if mode in ("", "never"):
         return [finding("huge-pages-off", "transparent huge pages: never" if mode else "the kernel has none")]
-    given = _given()
+    memory = HostMemory(_TRIED)
+    given = min(memory.huge_bytes(), _TRIED)
     said = f"mode {mode}; {given >> 20} of {_TRIED >> 20} MiB came in huge pages"
     if not given:
         allowed = host.status().get("THP_enabled", "1")
         return [finding("huge-pages-not-given", f"{said}; THP_enabled of this process: {allowed}")]
     asks = mode == "madvise" and host.environ.get("THP_MEM_ALLOC_ENABLE") != "1"
     return [finding("huge-pages-on-request" if asks else "huge-pages-given", said)]
-
-
-def _given() -> int:
-    """Allocate memory as engines may, and return how many bytes are in huge pages."""
-    from kvferry.host_memory import HostMemory
-
-    memory = HostMemory(_TRIED)
-    first, inside, given = memory.region.base, False, 0
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(bounds[1], 16) < first + _TRIED and int(bounds[2], 16) > first
-        elif inside and line.startswith("AnonHugePages:"):
-            given += int(line.split()[1]) << 10
-    return min(given, _TRIED)
 
 
 def locked_memory(host: Host) -> list[Finding]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, READ_TIMEOUT
@@ -16,7 +16,6 @@ from kvferry._directory.directory import Listing
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing
 from kvferry._prompt import Prompt
-from kvferry._reads.leased_read import ReadStage
 from kvferry._session import home_session_of
 from kvferry._wire.outcomes import MissReason
 from kvferry._wire.token import EngineToken
@@ -353,7 +352,7 @@ class SchedulerPort(Closing):
         Pass each to `WorkerPort.add_step` on every worker. Call this in every step of an engine that acquires with
         ``progressive=True``; a read whose steps do not reach its workers fails at its timeout.
         """
-        return self._reads.take_steps()
+        return self._reads.grant_steps()
 
     def decline(self, reference: str, *, prompt: Prompt = Prompt.unknown) -> None:
         """Tell the source's home that this engine will not read a publication, after a full prefix hit or a rejected
@@ -382,12 +381,12 @@ class SchedulerPort(Closing):
         Each is returned once, but that of a read which has ended and is not quiet again every 10 s: a rank may never
         have received its grant, or its report was lost, and its answer to the cancel makes the blocks quiet.
         """
-        return self._reads.take_cancels()
+        return self._reads.cancels()
 
     def finished(self) -> Finished:
         """Return the reads that have ended on all ranks, each exactly once, and those that became quiet later. Call
         this in every step."""
-        return self._reads.take_finished()
+        return self._reads.finished()
 
     def wait_news(self, timeout: float) -> bool:
         """Wait, at most `timeout` seconds, until `granted`, `grant_steps`, `finished` or `questions` has news; returns
@@ -404,26 +403,10 @@ class SchedulerPort(Closing):
 
     def stats(self) -> SchedulerStats:
         """Return the counts of this engine's publications and reads."""
-        stages, counts = self._reads.counted(), self._reads.counts
         published, released, refused = self._publications.counts()
-        return SchedulerStats(
-            published=published,
-            released=released,
-            refused=refused,
-            done=counts["done"],
-            failed=counts["failed"],
-            cancelled=counts["cancelled"],
-            expired=counts["expired"],
-            not_granted=counts["refused"],
-            missed=counts["missed"],
-            disputed=counts["disputed"],
-            bytes=self._reads.bytes,
-            waiting=stages[ReadStage.WAITING],
-            granted=stages[ReadStage.GRANTED],
-            reading=stages[ReadStage.READING],
-            judging=stages[ReadStage.JUDGING],
-            uncertain=stages[ReadStage.ENDED],
-        )
+        reads = self._reads.counted()
+        counts = {each.name: reads[each.name] for each in fields(SchedulerStats)}
+        return SchedulerStats(**{**counts, "published": published, "released": released, "refused": refused})
 
     def close(self, timeout: float = 5.0) -> None:
         """Send the pending messages to the homes, for at most `timeout` seconds for publications and for reads each,

@@ -14,8 +14,7 @@ from kvferry._control.block_use import Writes
 from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._engine_spec import EngineSpec
-from kvferry._loop import Loop
-from kvferry._news import News
+from kvferry._loop import Loop, News
 from kvferry._prompt import Prompt, check_within
 from kvferry._reads.leased_read import ReadStage, ShareEnd
 from kvferry._reads.leased_reads import LeasedReads
@@ -46,9 +45,8 @@ class Reads(LeasedReads[SchedulerRead]):
     be called from any thread; only `close` waits.
 
     Attributes:
-        news: set when `granted`, `take_steps` or `take_finished` has something to return.
-        counts: ended reads since the start, by kind: "done", "failed", "cancelled", "expired", "refused", "missed";
-            "disputed" is a part of "done".
+        news: set when `granted`, `grant_steps` or `finished` has something to return.
+        counts: ended reads since the start, by field of `SchedulerStats`.
         bytes: bytes read by all ranks since the start.
     """
 
@@ -159,8 +157,7 @@ class Reads(LeasedReads[SchedulerRead]):
             self.begin(read)
             return offer.attached(local, tokens, timeout=self._left(read))
 
-    def take_steps(self) -> list[GrantStep]:
-        """See `SchedulerPort.grant_steps`."""
+    def grant_steps(self) -> list[GrantStep]:
         with self.lock:
             found = [step_of(read) for read in self._gained if read.stage is ReadStage.READING and read.error is None]
             self._gained.clear()
@@ -208,8 +205,7 @@ class Reads(LeasedReads[SchedulerRead]):
                 if (read := self._by_id.get(read_id)) is not None:
                     self.share_quiet(read, output.rank)
 
-    def take_cancels(self) -> list[str]:
-        """See `SchedulerPort.cancels`."""
+    def cancels(self) -> list[str]:
         with self.lock:
             found, self._cancels = self._cancels, []
             time = self._loop.now()
@@ -218,17 +214,18 @@ class Reads(LeasedReads[SchedulerRead]):
                 found.append(read.read_id)
         return found
 
-    def take_finished(self) -> Finished:
-        """See `SchedulerPort.finished`."""
+    def finished(self) -> Finished:
         with self.lock:
             found = Finished(tuple(self._ended), tuple(self._quiesced), tuple(self._disputed))
             self._ended, self._quiesced, self._disputed = [], [], []
         return found
 
-    def counted(self) -> Counter[ReadStage]:
-        """Count the reads by stage; ended reads that are not quiet count as ENDED."""
+    def counted(self) -> Counter[str]:
+        """Return the numbers of reads in `SchedulerStats`, by field."""
         with self.lock:
-            return Counter(read.stage for read in self._by_id.values())
+            found = self.counts + Counter(read.stage.value for read in self._by_id.values())
+        found.update(bytes=self.bytes, uncertain=found[ReadStage.ENDED.value])
+        return found
 
     def close(self, timeout: float) -> None:
         """Cancel all reads at their homes. Waits at most `timeout` seconds until the homes have the cancellations: an
@@ -278,7 +275,7 @@ class Reads(LeasedReads[SchedulerRead]):
             self._waiting -= 1
         read.offer = None
         self._changed[read.request_id] = None
-        self.counts["missed" if isinstance(read.error, PrefixMiss) else "refused"] += 1
+        self.counts["missed" if isinstance(read.error, PrefixMiss) else "not_granted"] += 1
         self.news.tell()
 
     def on_stop(self, read: SchedulerRead) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 
 from kvferry import _arguments as arguments
@@ -14,13 +14,12 @@ from kvferry._client import CLOSE_TIMEOUT, Client, announce, discard, register_m
 from kvferry._control.granted_steps import GrantedPart
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing
+from kvferry._loop import News
 from kvferry._memory.declared import Declared
 from kvferry._memory.tails import Tails
-from kvferry._news import News
 from kvferry._reads.local_rank import LocalRank, describe
 from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease, Wanted
 from kvferry._wire.token import EngineToken
-from kvferry.engine.step_order import StepOrders
 from kvferry.engine.values import Grant, GrantStep, Offer, RankEnd, WorkerOutput
 from kvferry.errors import InvalidField, TransferCancelled, WrongState
 from kvferry.geometry.blocks import Blocks, blocks_by_group
@@ -28,6 +27,9 @@ from kvferry.geometry.tensors import Tensor
 
 MAX_DONE = 65_536
 """Acknowledged reads (hours of them) that are remembered, to recognise a grant that is delivered again in seconds."""
+
+MAX_EARLY = 4096
+"""Number of reads that were not started whose steps are kept: as many as may wait at once by default."""
 
 
 @dataclass(frozen=True)
@@ -374,3 +376,38 @@ class WorkerPort(Closing):
         with self._lock:
             self._quiesced[read.order.read_id] = None
             self._news.tell()
+
+
+@dataclass(slots=True)
+class _StepsOfRead:
+    """The steps of one read: the index of the `next` one, and the steps that came early, by index."""
+
+    next: int = 1
+    ahead: dict[int, GrantStep] = field(default_factory=dict)
+
+
+class StepOrders:
+    """The steps of a worker's reads, in order, in whatever order they come. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._orders: dict[str, _StepsOfRead] = {}
+
+    def put(self, step: GrantStep, started: Collection[str]) -> None:
+        """Add a step; a repeated step is ignored. Besides the `started` reads (read_ids), only the latest `MAX_EARLY`
+        are kept."""
+        order = self._orders.setdefault(step.read_id, _StepsOfRead())
+        if step.index >= order.next:
+            order.ahead.setdefault(step.index, step)
+        if len(self._orders) > len(started) + MAX_EARLY:
+            del self._orders[next(read_id for read_id in self._orders if read_id not in started)]
+
+    def take(self, read_id: str) -> list[GrantStep]:
+        """Return the steps of a read that are next, each once."""
+        order, found = self._orders.setdefault(read_id, _StepsOfRead()), list[GrantStep]()
+        while order.next in order.ahead:
+            found.append(order.ahead.pop(order.next))
+            order.next += 1
+        return found
+
+    def forget(self, read_id: str) -> None:
+        self._orders.pop(read_id, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import cast
 
@@ -23,8 +23,7 @@ from kvferry._wire.channel import TlsConfig, TlsContent
 from kvferry.aio import AsyncClient
 from kvferry.errors import Closed, InvalidField, WrongState
 from kvferry.planner.path_choice import Costs
-from kvferry.testing._channel import InProcessAioChannel, InProcessCall, InProcessChannel
-from kvferry.testing._home import InProcessHome
+from kvferry.testing._home import InProcessAioChannel, InProcessCall, InProcessChannel, InProcessHome
 from kvferry.testing._memory import HeldReads, Process, Wire
 from kvferry_server.domain.times import Times
 
@@ -40,21 +39,6 @@ HANDED_OVER = 4
 """Turns of the event loops per step, so that calls that are due are made, answered and handled."""
 
 _numbers = itertools.count(1)
-
-
-class FabricClock:
-    """This host's clock, plus the seconds that a test has added."""
-
-    def __init__(self) -> None:
-        self._added = 0.0
-
-    def now(self) -> float:
-        """Return the time in seconds."""
-        return now() + self._added
-
-    def add(self, seconds: float) -> None:
-        """Move the time forward."""
-        self._added += seconds
 
 
 class Fabric(Closing):
@@ -99,13 +83,14 @@ class Fabric(Closing):
         self.address = self.addresses[0]
         self._wire = Wire()
         # Any thread adds to these collections, in single steps, and copies them before it iterates.
-        self._members: dict[Network, _Member] = {}
+        self._members: dict[Network, Process] = {}
         self._clients: list[Client] = []
         self._closed = False
         self._homes: dict[str, InProcessHome] = {}
         """The homes that run, by address. Used only on the event loop."""
-        self._clock = FabricClock()
-        self._loop = Loop("kvferry-fabric", self._clock.now)
+        self._added = 0.0
+        """Seconds that the test has added to this host's time."""
+        self._loop = Loop("kvferry-fabric", lambda: now() + self._added)
         self._loops = [self._loop]
         """The loops of the homes and the clients."""
         for number, address in enumerate(self.addresses):
@@ -209,10 +194,13 @@ class Fabric(Closing):
         while left > 0:
             step = min(left, self._times.ttl / STEPS_OF_TTL)
             left -= step
-            self._clock.add(step)
+            self._added += step
             for _ in range(HANDED_OVER):
                 for loop in tuple(self._loops):
-                    loop.settle()
+                    if loop.started:
+                        # A client may be closed meanwhile.
+                        with suppress(Closed):
+                            loop.run(asyncio.sleep(0))
 
     def wait_until_waiting(self, count: int = 1, timeout: float = 10.0) -> None:
         """Wait until exactly `count` reads wait at the homes for a publication under a router's key (see
@@ -261,7 +249,9 @@ class Fabric(Closing):
         for address in self.addresses[1:]:
             del fabrics[address]
         self._closed = True
-        self._wire.release()
+        held = self._wire.held
+        if held is not None:
+            held.close()
         for client in tuple(self._clients):
             client.close()
         for member in tuple(self._members.values()):
@@ -275,14 +265,26 @@ class Fabric(Closing):
 
     def _join(self) -> Network:
         """Make the network of a new client."""
-        member = _Member(self._wire, self._begin, self._clock)
-        network = Network(member.dial, member.process, COSTS, self._clock.now, self._loops.append)
-        self._members[network] = member
+        process = Process(self._wire)
+
+        def begin(address: str, call: InProcessCall) -> None:
+            if process.killed:
+                call.end(grpc.StatusCode.UNAVAILABLE, "the fabric has disconnected this client")
+            else:
+                self._begin(address, call)
+
+        def dial(address: str, tls: TlsContent | None) -> grpc.Channel:
+            channel = InProcessChannel(partial(begin, address), self._loop.now)
+            process.channels.append(channel)
+            return cast(grpc.Channel, channel)
+
+        network = Network(dial, process, COSTS, self._loop.now, self._loops.append)
+        self._members[network] = process
         return network
 
     def _dial(self, address: str, tls: TlsConfig | TlsContent | None) -> grpc.aio.Channel:
         """Make a channel from one home to another."""
-        return cast(grpc.aio.Channel, InProcessAioChannel(partial(self._begin, address), self._clock.now))
+        return cast(grpc.aio.Channel, InProcessAioChannel(partial(self._begin, address), self._loop.now))
 
     def _begin(self, address: str, call: InProcessCall) -> None:
         """Hand a call to a home. May be called on any thread."""
@@ -314,7 +316,7 @@ class Fabric(Closing):
     async def _start_home(self, address: str) -> None:
         if address in self._homes:
             raise WrongState("the home runs already: stop_home() first")
-        self._homes[address] = InProcessHome(address, self._times, self._clock, self._dial)
+        self._homes[address] = InProcessHome(address, self._times, self._loop, self._dial)
 
     async def _stop_home(self, address: str) -> None:
         home = self._homes.pop(address, None)
@@ -322,40 +324,12 @@ class Fabric(Closing):
             await home.stop()
 
     async def _until_waiting(self, count: int, timeout: float) -> None:
-        until = self._clock.now() + timeout
+        until = self._loop.now() + timeout
         while (waiting := sum(home.waiting for home in self._homes.values())) != count:
-            if self._clock.now() >= until:
+            if self._loop.now() >= until:
                 raise TimeoutError(f"{waiting} reads wait after {timeout:g} s, and {count} were expected")
             await asyncio.sleep(0.001)
 
     def _check_open(self) -> None:
         if self._closed:
             raise Closed("the fabric is closed")
-
-
-class _Member:
-    """One client's channels and agents on a fabric. Thread-safe."""
-
-    def __init__(self, wire: Wire, begin: Callable[[str, InProcessCall], None], clock: FabricClock) -> None:
-        self._clock = clock
-        self.process = Process(wire)
-        self._begin = begin
-        self._channels: list[InProcessChannel] = []
-
-    def dial(self, address: str, tls: TlsContent | None) -> grpc.Channel:
-        """Make a channel. Calls fail unless the address is that of a home of the fabric."""
-        channel = InProcessChannel(partial(self._hand_over, address), self._clock.now)
-        self._channels.append(channel)
-        return cast(grpc.Channel, channel)
-
-    def kill(self) -> None:
-        """Disconnect the client's channels and agents."""
-        self.process.killed = True
-        for channel in tuple(self._channels):
-            channel.cut()
-
-    def _hand_over(self, address: str, call: InProcessCall) -> None:
-        if self.process.killed:
-            call.end(grpc.StatusCode.UNAVAILABLE, "the fabric has disconnected this client")
-        else:
-            self._begin(address, call)

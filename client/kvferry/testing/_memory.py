@@ -16,7 +16,7 @@ import threading
 import weakref
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -29,10 +29,12 @@ from kvferry.errors import InvalidField, WrongState
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import MemoryKind
 
+if TYPE_CHECKING:
+    from kvferry.testing._home import InProcessChannel
+
 DRAM, VRAM = "DRAM", "VRAM"
 SUCCESS, IN_PROGRESS = "SUCCESS", "IN_PROGRESS"
 
-Kept = TypeVar("Kept")
 Rows: TypeAlias = npt.NDArray[np.uint64]
 Segments: TypeAlias = tuple[str, Rows]
 """The kind of memory, and ``uint64[n, 3]``: address, length, device."""
@@ -149,12 +151,6 @@ class Wire:
             self.held = HeldReads(self)
             return self.held
 
-    def release(self) -> None:
-        """Stop holding back reads."""
-        held = self.held
-        if held is not None:
-            held.close()
-
     def fail(self, count: int) -> None:
         """Make the next `count` reads fail."""
         with self.changed:
@@ -174,7 +170,7 @@ class Wire:
 
 
 class Process:
-    """NIXL's binding for one client of a fabric, which stands for a process."""
+    """One client of a fabric, which stands for a process: its channels, and NIXL's binding. Thread-safe."""
 
     NIXL_READ = "READ"
     NIXL_SUCCESS = SUCCESS
@@ -186,8 +182,14 @@ class Process:
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
+        self.channels: list[InProcessChannel] = []
         self.killed = False
         """Whether the process was killed: its agents no longer read and can no longer be read from."""
+
+    def kill(self) -> None:
+        self.killed = True
+        for channel in tuple(self.channels):
+            channel.cut()
 
     def nixlAgent(self, name: str, config: SimpleNamespace) -> Agent:
         return Agent(self, name)

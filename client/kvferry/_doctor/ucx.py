@@ -1,8 +1,4 @@
-"""Moves memory between two processes of this host over NIXL, and finds transport and speed.
-
-The two processes have a serving and a reading agent, as engines have. UCX's log names the transport. The speed is
-compared with a copy of as many bytes within one process.
-"""
+"""What NIXL's UCX can use here: moves memory between two processes of this host, and tries out each RDMA card."""
 
 from __future__ import annotations
 
@@ -25,23 +21,27 @@ from kvferry._doctor.software import version_of
 if TYPE_CHECKING:
     from kvferry._transport.nixl_agent import AgentInfo, ReadHandle
 
-SIZE = 64 << 20
+SIZE = 64 << 20  # Bytes; more than distributions let a process lock by default (8 MiB)
 ROUNDS = 3
 SHARE = 0.2  # Fraction of a copy's speed below which a read by CMA is slow; measured were 0.41 to 1.13 (docs/nixl.md)
 _WAIT = 20.0
 
 
-def check(host: Host) -> list[Finding]:
-    """Read `SIZE` bytes of another process `ROUNDS` times, and check how that process ends."""
+def moves(host: Host) -> list[Finding]:
+    """Read `SIZE` bytes of another process `ROUNDS` times, and check how that process ends.
+
+    The two processes have a serving and a reading agent, as engines have. UCX's log names the transport. The speed is
+    compared with a copy of as many bytes within one process.
+    """
     from kvferry.errors import KvferryError, NixlMissing
 
-    with ucx_log(UCX_LOG_LEVEL="info", UCX_PROTO_INFO="y") as written:
+    with _ucx_log(UCX_LOG_LEVEL="info", UCX_PROTO_INFO="y") as written:
         try:
             rate, copies, code = _measure()
         except NixlMissing as error:
             return [finding("moves-not-tried", error.message)]
         except (KvferryError, OSError, subprocess.SubprocessError) as error:
-            return [finding("nixl-unusable", f"{error}{complaints(written())}")]
+            return [finding("nixl-unusable", f"{error}{_complaints(written())}")]
         text = written()
     version, way, share = re.search(r"UCX\s+INFO\s+Version (\S+)", text), _way(text), rate / copies
     said = (
@@ -58,7 +58,7 @@ def check(host: Host) -> list[Finding]:
 
 
 @contextmanager
-def ucx_log(**settings: str) -> Iterator[Callable[[], str]]:
+def _ucx_log(**settings: str) -> Iterator[Callable[[], str]]:
     """Have UCX, which must not be loaded yet, write its log to a file. Yields a function that flushes the log, which
     UCX does not do, and returns it."""
     with tempfile.TemporaryDirectory(prefix="kvferry-doctor-") as folder:
@@ -72,7 +72,7 @@ def ucx_log(**settings: str) -> Iterator[Callable[[], str]]:
         yield written
 
 
-def complaints(text: str) -> str:
+def _complaints(text: str) -> str:
     lines = [line.partition("UCX  ERROR")[2].strip() for line in text.splitlines() if "UCX  ERROR" in line]
     return f". UCX: {'; '.join(lines[:3])}" if lines else ""
 
@@ -93,7 +93,7 @@ def _measure() -> tuple[float, float, int]:
     from kvferry.host_memory import HostMemory
     from kvferry.planner.descriptors import Descriptors, MemoryPair
 
-    command = python("from kvferry._doctor.moves import serve; serve()")
+    command = python("from kvferry._doctor.ucx import serve; serve()")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as source:
         try:
             memory, other = HostMemory(SIZE), HostMemory(SIZE)
@@ -149,3 +149,89 @@ def serve() -> None:
     sys.stdout.flush()
     sys.stdin.read()
     agent.close()
+
+
+def rdma(host: Host) -> list[Finding]:
+    """Find whether UCX can use each RDMA card, and if not, why. UCX tries one card at a time."""
+    findings, tried = [], {}
+    for device in host.rdma_devices():
+        for number in host.names(f"/sys/class/infiniband/{device}/ports"):
+            state, rate, link = (
+                host.text(f"/sys/class/infiniband/{device}/ports/{number}/{name}")
+                for name in ("state", "rate", "link_layer")
+            )
+            # The name in UCX.
+            port = f"{device}:{number}"
+            said = f"{port} {state.partition(': ')[2] or state}, {rate}, {link}"
+            if "ACTIVE" not in state:
+                findings.append(finding("rdma-port-down", said))
+            elif problem := _unopened(host, device):
+                findings.append(finding("rdma-not-given", f"{said}: {problem}"))
+            else:
+                tried[port] = said
+    if not findings and not tried:
+        return [finding("rdma-none", "no device in /sys/class/infiniband")]
+    return [*(_try_out(tried) if tried else ()), *findings]
+
+
+def _unopened(host: Host, device: str) -> str:
+    """Return why the device file of a card cannot be opened; empty if it can."""
+    verbs = "/sys/class/infiniband_verbs"
+    names = [name for name in host.names(verbs) if host.text(f"{verbs}/{name}/ibdev") == device]
+    if not names:
+        return "it has no device file; is the module ib_uverbs loaded?"
+    path = f"/dev/infiniband/{names[0]}"
+    try:
+        os.close(os.open(host.path(path), os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    return ""
+
+
+def _try_out(tried: dict[str, str]) -> list[Finding]:
+    from kvferry._transport import nixl_binding
+    from kvferry.errors import NixlMissing
+
+    with _ucx_log() as written:
+        try:
+            nixl = nixl_binding.load()
+        except NixlMissing as error:
+            return [finding("rdma-not-tried", f"{said}: {error.message}") for said in tried.values()]
+        return [_try_port(nixl, port, said, written) for port, said in tried.items()]
+
+
+def _try_port(nixl: object, port: str, said: str, written: Callable[[], str]) -> Finding:
+    from kvferry._transport import locked_memory, nixl_binding, rdma_cards
+    from kvferry._transport.nixl_options import NixlOptions
+    from kvferry.errors import NixlError
+    from kvferry.host_memory import HostMemory
+
+    # UCX reads the variables whenever an agent is made. Without TCP, so that UCX cannot fall back to it.
+    os.environ |= {"UCX_NET_DEVICES": port, "UCX_TLS": "ib"}
+    known = len(written())
+    try:
+        agent, backend = nixl_binding.new_agent(nixl, f"doctor-{port}", NixlOptions(), progress_thread=False)
+    except NixlError as error:
+        drivers = rdma_cards.with_driver()
+        if drivers is not None and port.partition(":")[0] not in drivers:
+            return finding("rdma-no-driver", f"{said}: UCX's libibverbs has no driver for it", _link())
+        if locked_memory.too_little():
+            return finding("rdma-not-registered", f"{said}: {error}")
+        return finding("rdma-refused", f"{said}: {error}{_complaints(written()[known:])}")
+    memory = HostMemory(SIZE)
+    try:
+        nixl_binding.register(nixl, agent, backend, [memory.region])
+    except NixlError as error:
+        return finding("rdma-not-registered", f"{said}: {error}{_complaints(written()[known:])}")
+    return finding("rdma-usable", f"{said}: NIXL's UCX uses it")
+
+
+def _link() -> str:
+    """Return the command that makes UCX use the distribution's libibverbs; empty if it does, or there is none."""
+    from kvferry._transport.rdma_cards import mapped
+
+    # kvferry loads the distribution's library. The wheel's libraries are in the parent of the folder of UCX's modules.
+    theirs = next((path.with_name("libibverbs.so.1") for path in mapped("/libibverbs.so.1")), None)
+    wheel = next((path.parents[1] for path in mapped("/libuct_ib.so")), None)
+    own = next(iter(wheel.glob("libibverbs-*.so*")), None) if wheel else None
+    return "" if theirs is None or own is None or own.is_symlink() else f"ln -sf {theirs} {own}"
