@@ -78,6 +78,11 @@ class World:
         return self.reader.process if self._one_sided else self.source.second
 
     @property
+    def listed(self) -> bool:
+        """Whether readers find the home in a directory."""
+        return bool(self._directory)
+
+    @property
     def nodes(self) -> list[Node]:
         """Its node servers, as far as they were started."""
         return [node for node in (self.home, self.node, self.relay) if node.started]

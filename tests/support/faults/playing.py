@@ -117,7 +117,7 @@ def _begin(world: World, scenario: Scenario) -> tuple[Request, Reading | None]:
         _inject(world, scenario)
         return request, None
     _inject(world, scenario)
-    if scenario.target is not Target.READER:
+    if world.reader.process not in parties(world, scenario.target):
         return request, world.reader.read(request, timeout=timeout)
     return request, None if killed_reader else world.reader.send_read(request, timeout=timeout)
 
