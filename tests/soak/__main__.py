@@ -164,7 +164,7 @@ class Soak:
 
     def _storm(self) -> None:
         world = self._healthy()
-        storm = Storm(world, self._random, STORM, self._members if world.listed else ())
+        storm = Storm(world, self._random, STORM, members=self._members if world.listed else ())
         looked = now()
         try:
             for _ in storm.play():

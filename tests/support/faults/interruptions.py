@@ -44,11 +44,13 @@ class Played:
     """A fault that was played.
 
     Attributes:
-        name: what was done to whom, and for how long.
+        name: what was done to whom.
+        lasts: seconds for which it was done.
         began, ended: when; the end of a fault that goes on is `inf`.
     """
 
     name: str
+    lasts: float
     began: float
     ended: float = float("inf")
 
@@ -61,6 +63,7 @@ class Storm:
         world: where.
         draw: what is done to whom.
         count: number of faults.
+        lasts: seconds that a fault may last.
         members: of the etcd cluster that is the world's directory; empty: it has none.
         played: the faults.
         traffic: the requests.
@@ -70,6 +73,7 @@ class Storm:
     world: World
     draw: random.Random
     count: int
+    lasts: Sequence[float] = LASTS
     members: Sequence[Etcd] = ()
     played: list[Played] = field(default_factory=list)
     recovered: list[float] = field(default_factory=list)
@@ -95,9 +99,9 @@ class Storm:
         nothing_left(self.world)
         self.world.sound = True
 
-    def under(self, request: Ended) -> list[str]:
+    def under(self, request: Ended) -> list[Played]:
         """The faults that were under way during a request."""
-        return [fault.name for fault in self.played if fault.began < request.ended and request.began < fault.ended]
+        return [fault for fault in self.played if fault.began < request.ended and request.began < fault.ended]
 
     def _turn(self) -> None:
         if not self.traffic.turn():
@@ -115,8 +119,8 @@ class Storm:
             while len(self.traffic.ended) < so_far + PER_FAULT:
                 yield
             name, fault = self.draw.choice(self._choices())
-            lasts = self.draw.choice(LASTS)
-            self.played.append(played := Played(f"{name}, {lasts:g} s", now()))
+            lasts = self.draw.choice(self.lasts)
+            self.played.append(played := Played(name, lasts, now()))
             yield from fault(lasts)
             played.ended = now()
             while not self._served_since(played.ended):
