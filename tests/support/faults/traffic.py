@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry._clock import now
-from kvferry.errors import DataLoss, InternalError, PromptMismatch
+from kvferry.errors import BadReference, DataLoss, DirectoryUnavailable, InternalError, PromptMismatch
 from tests.support.faults.fault_engines import Reader, Reading, Request, Source
 from tests.support.faults.fault_world import World
 from tests.support.faults.processes import EngineProcess
@@ -22,8 +22,9 @@ AT_ONCE = 8
 """Requests that are on their way at once."""
 SMALLEST, LARGEST = 1, 24
 """Blocks of a request."""
-UNTYPED = (InternalError, DataLoss, PromptMismatch)
-"""Errors with which no request may end, whatever fails: nobody confuses requests here."""
+NEVER = (InternalError, DataLoss, PromptMismatch, BadReference, DirectoryUnavailable)
+"""Errors with which no request may end, whatever fails: nobody changes or confuses references here, and a directory's last
+answers stay."""
 
 
 class Mail:
@@ -171,7 +172,7 @@ class Traffic:
 
     def _end(self, reading: Reading, seen: Seen) -> None:
         error = seen.error
-        assert not isinstance(error, UNTYPED), repr(error)
+        assert not isinstance(error, NEVER), repr(error)
         if error is None:
             assert self._reader.good(reading), "wrong bytes were handed over as good"
             self._reader.expect(reading)
