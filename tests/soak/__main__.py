@@ -69,9 +69,12 @@ class Soak:
             self._directory, self._members = etcd.cluster(self._folder / "etcd")
         try:
             while now() < until:
-                with self._geometries() as geometry:
-                    self._play(geometry, until)
-                    self._end_world()
+                try:
+                    with self._geometries() as geometry:
+                        self._play(geometry, until)
+                        self._end_world()
+                except RuntimeError:
+                    self.failures.append(f"geometry:\n{traceback.format_exc()}")
         finally:
             for member in self._members:
                 member.stop()
