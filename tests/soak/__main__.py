@@ -36,6 +36,8 @@ from tests.support.geometry_cases import CASES, Case
 from tests.support.held_ranks import hold_sources, move
 from tests.support.node_servers import NodeServerProcess
 
+OVER = 0.15
+"""In so many of its rounds, a world ends that works."""
 STORM = 5
 """Faults of a round of load under faults."""
 SAMPLE_EVERY = 1.0
@@ -178,8 +180,6 @@ class Soak:
             self.summary.add(storm)
 
     def _fault(self) -> None:
-        if self._random.random() < 0.1:
-            self._end_world()
         world = self._healthy()
         scenario = self._random.choice(WITHOUT_A_LEASE if world.optimistic else (*PROCESSES, *MACHINES))
         self.counts[f"fault: {scenario.row.fault}, {scenario.row.moment}"] += 1
@@ -189,7 +189,7 @@ class Soak:
             raise RuntimeError(f"{scenario.name}") from error
 
     def _healthy(self) -> World:
-        if self._world is not None and not self._world.sound:
+        if self._world is not None and (not self._world.sound or self._random.random() < OVER):
             self._end_world()
         if self._world is None:
             self._worlds += 1
@@ -199,14 +199,15 @@ class Soak:
         return self._world
 
     def _new_world(self) -> World:
-        # In turns, worlds whose short reads take no lease, and worlds with a relay, or two reading agents, or both.
-        number = self._worlds
+        # In turns, which begin with the seed: worlds whose short reads take no lease, worlds with a relay, or two reading
+        # agents, or both, and worlds with a directory.
+        number = self._worlds + self._seed
         relayed, agents = number // 2 % 2 == 1, 1 + number // 2 % 3 % 2
         listed = bool(self._members) and number % 3 == 0
         for what, is_so in (("a relay", relayed), ("two reading agents", agents == 2), ("a directory", listed)):
             self.counts[f"worlds with {what}"] += is_so
         return World(
-            self._folder / f"world-{number}",
+            self._folder / f"world-{self._worlds}",
             optimistic=number % 2 == 1,
             relayed=relayed,
             directory=self._directory if listed else "",

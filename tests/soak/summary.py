@@ -10,6 +10,10 @@ from tests.soak.gauges import Line
 from tests.support.faults.interruptions import Storm
 from tests.support.faults.traffic import Ended
 
+WRONG = ("wrong bytes", "bytes changed")
+HUNG = ("a request hangs", "requests hang")
+"""What failures say that are worse than others."""
+
 
 @dataclass
 class Under:
@@ -79,8 +83,8 @@ class Summary:
             "Requests under load": counts.get("requests under load", 0),
             "under faults": self.outcomes.total(),
             "Slowest": f"{self._slowest:.1f} s",
-            "Wrong": sum("wrong bytes" in failure for failure in failures),
-            "Hung": counts.get("hung threads", 0) + sum(" hang" in failure for failure in failures),
+            "Wrong": _saying(failures, WRONG),
+            "Hung": counts.get("hung threads", 0) + _saying(failures, HUNG),
             "Failures": len(failures),
             "Growth": f"{grown / (1 << 20):.1f} MiB",
         }
@@ -95,6 +99,10 @@ class Summary:
         yield "| --- | --- | --- | --- | --- | --- |"
         for name, under in sorted(self._faults.items()):
             yield f"| {name} | {under} |"
+
+
+def _saying(failures: Sequence[str], words: Sequence[str]) -> int:
+    return sum(any(word in failure for word in words) for failure in failures)
 
 
 def _row(cells: Iterable[str]) -> str:
