@@ -199,7 +199,7 @@ class Soak:
         return self._world
 
     def _new_world(self) -> World:
-        # In turns, which begin with the seed: worlds whose short reads take no lease, worlds with a relay, or two reading
+        # In turns, which begin with the seed: worlds whose short reads take no lease, worlds with a relay, two reading
         # agents, or both, and worlds with a directory.
         number = self._worlds + self._seed
         relayed, agents = number // 2 % 2 == 1, 1 + number // 2 % 3 % 2
