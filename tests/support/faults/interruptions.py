@@ -96,6 +96,9 @@ class Storm:
             self._turn()
             yield
         self.traffic.settle()
+        for node in self.world.nodes:
+            # Reads are served without the reader's.
+            node.ready()
         nothing_left(self.world)
         self.world.sound = True
 
