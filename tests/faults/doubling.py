@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,9 @@ class DoublingNode(Node):
         self._proxy.add_generic_rpc_handlers((_Doubling(self._channel, self.doubled),))
         self.address = f"127.0.0.1:{port}"
 
-    def start(self) -> Node:
+    def start(self, prefix: Sequence[str] = ()) -> Node:
         """Start it."""
-        super().start()
+        super().start(prefix)
         self._proxy.start()
         return self
 

@@ -1,4 +1,4 @@
-"""Every party, killed and stopped, before, during and after the read."""
+"""Every party, killed and stopped, before, during and after the read; whole machines, paused."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import pytest
 from tests.support.faults.fault_world import World
 from tests.support.faults.playing import play
 from tests.support.faults.scenario import Scenario
-from tests.support.faults.scenarios import PROCESSES, WITHOUT_A_LEASE
+from tests.support.faults.scenarios import MACHINES, PROCESSES, WITHOUT_A_LEASE
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("scenario", PROCESSES, ids=[scenario.name for scenario in PROCESSES])
 def test_fault_of_a_process(world: World, scenario: Scenario) -> None:
+    play(world, scenario)
+
+
+@pytest.mark.parametrize("scenario", MACHINES, ids=[scenario.name for scenario in MACHINES])
+def test_pause_of_a_machine(world: World, scenario: Scenario) -> None:
     play(world, scenario)
 
 

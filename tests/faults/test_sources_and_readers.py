@@ -10,7 +10,8 @@ from kvferry import ReleaseOutcome
 from kvferry_server.domain.times import Times
 from tests.faults.doubling import DoublingNode
 from tests.support import http2
-from tests.support.faults.fault_world import TIMES, Reader, Source, World
+from tests.support.faults.fault_engines import Reader, Source
+from tests.support.faults.fault_world import TIMES, World
 from tests.support.faults.playing import PATIENT, judge_read, judge_release, moving, nothing_left, refused, works
 from tests.support.faults.processes import SOON
 from tests.support.faults.scenario import Term

@@ -213,7 +213,9 @@ class HostilePeer:
         self._call(_SENT["/kvferry.v1.KVTransfer/Watch"], watch)
         self.known.learn(ref)
         geometry: Any = self.known.messages["kvferry.v1.EngineGeometry"].draw(
-            self._turns, lambda one: len(one.ranks) > 0
+            # Further pages of an answer have ranks only.
+            self._turns,
+            lambda one: len(one.ranks) > 0 and len(one.groups) > 0,
         )
         if geometry is not None:
             request = pb.RegisterCacheRequest(engine=ref, session_secret=secret, num_ranks=1)

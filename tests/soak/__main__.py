@@ -1,5 +1,6 @@
-"""Random geometry, load and faults until the time is up, while a hostile peer attacks the same node servers. Every byte
-that a read calls good is looked at; memory, file descriptors and threads of every process are watched.
+"""Random geometry, load, faults, and load under faults until the time is up, while a hostile peer attacks the same node
+servers. Every byte that a read calls good is looked at; memory, file descriptors and threads of every process are
+watched. Prints a table in Markdown at the end.
 
 python -m tests.soak --minutes 60 --seed 7
 """
@@ -20,17 +21,29 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from kvferry import NixlOptions
 from kvferry._clock import now
 from tests.soak.gauges import Gauges, left, left_here
 from tests.soak.hostile_peer import Hostile
-from tests.support import pairwise
+from tests.soak.summary import Summary
+from tests.support import etcd, pairwise
 from tests.support.faults.fault_world import World
+from tests.support.faults.interruptions import Storm
 from tests.support.faults.load import serve_mixed
 from tests.support.faults.playing import nothing_left, play
-from tests.support.faults.scenarios import PROCESSES, WITHOUT_A_LEASE
+from tests.support.faults.scenarios import MACHINES, PROCESSES, WITHOUT_A_LEASE
 from tests.support.geometry_cases import CASES, Case
 from tests.support.held_ranks import hold_sources, move
 from tests.support.node_servers import NodeServerProcess
+
+OVER = 0.15
+"""In so many of its rounds, a world ends that works."""
+STORM = 5
+"""Faults of a round of load under faults."""
+SAMPLE_EVERY = 1.0
+"""Seconds between two looks at the processes in such a round."""
+FENCE = NixlOptions().fence_time
+"""Seconds, as installed: the end of an agent that still reads may end a source that is stopped (docs/nixl.md)."""
 
 
 class Soak:
@@ -46,14 +59,27 @@ class Soak:
         self._world: World | None = None
         self._hostile: Hostile | None = None
         self._seed = seed
+        self._directory, self._members = "", list[etcd.Etcd]()
         self.gauges = Gauges()
+        self.summary = Summary()
 
     def run(self, until: float) -> None:
         """One round after the other."""
-        while now() < until:
-            with self._geometries() as geometry:
-                self._play(geometry, until)
-                self._end_world()
+        if missing := etcd.lacking():
+            print(f"soak: without a directory: {', '.join(missing)} is not installed", flush=True)
+        else:
+            self._directory, self._members = etcd.cluster(self._folder / "etcd")
+        try:
+            while now() < until:
+                try:
+                    with self._geometries() as geometry:
+                        self._play(geometry, until)
+                        self._end_world()
+                except RuntimeError:
+                    self.failures.append(f"geometry:\n{traceback.format_exc()}")
+        finally:
+            for member in self._members:
+                member.stop()
         self._hung("soak", left_here())
 
     def _play(self, geometry: Callable[[], None], until: float) -> None:
@@ -62,10 +88,11 @@ class Soak:
             ("geometry", geometry),
             ("load", self._load),
             ("fault", self._fault),
+            ("load under faults", self._storm),
         ]
         sound = True
         while sound and now() < until:
-            kind, play_round = self._random.choices(rounds, (5, 2, 3))[0]
+            kind, play_round = self._random.choices(rounds, (5, 2, 3, 3))[0]
             try:
                 play_round()
             except Exception:
@@ -73,13 +100,14 @@ class Soak:
                 self._end_world()
                 sound = kind != "geometry"
             self.counts[f"{kind} rounds"] += 1
-            self._sample()
+            if self._world is not None and self._world.sound:
+                self._sample()
 
     def _sample(self) -> None:
         world = self._world
-        if world is None or not world.sound:
+        if world is None:
             return
-        processes = {"source's node server": world.home.pid, "destination's node server": world.node.pid}
+        processes = {f"node server {index}": node.pid for index, node in enumerate(world.nodes)}
         for index, process in enumerate(world.source.processes):
             processes[f"source, rank {index}"] = process.pid
         processes |= {"destination": world.reader.process.pid}
@@ -139,11 +167,21 @@ class Soak:
         nothing_left(world)
         self.counts["requests under load"] += 200
 
-    def _fault(self) -> None:
-        if self._random.random() < 0.1:
-            self._end_world()
+    def _storm(self) -> None:
         world = self._healthy()
-        scenario = self._random.choice(WITHOUT_A_LEASE if world.optimistic else PROCESSES)
+        storm = Storm(world, self._random, STORM, members=self._members if world.listed else ())
+        looked = now()
+        try:
+            for _ in storm.play():
+                if now() > looked + SAMPLE_EVERY:
+                    looked = now()
+                    self._sample()
+        finally:
+            self.summary.add(storm)
+
+    def _fault(self) -> None:
+        world = self._healthy()
+        scenario = self._random.choice(WITHOUT_A_LEASE if world.optimistic else (*PROCESSES, *MACHINES))
         self.counts[f"fault: {scenario.row.fault}, {scenario.row.moment}"] += 1
         try:
             play(world, scenario)
@@ -151,15 +189,31 @@ class Soak:
             raise RuntimeError(f"{scenario.name}") from error
 
     def _healthy(self) -> World:
-        if self._world is not None and not self._world.sound:
+        if self._world is not None and (not self._world.sound or self._random.random() < OVER):
             self._end_world()
         if self._world is None:
             self._worlds += 1
-            # In turns, worlds whose short reads take no lease.
-            self._world = World(self._folder / f"world-{self._worlds}", optimistic=self._worlds % 2 == 1).ready()
+            self._world = self._new_world().ready()
             addresses = [self._world.home.listen, self._world.node.address]
             self._hostile = Hostile(addresses, self._seed + self._worlds)
         return self._world
+
+    def _new_world(self) -> World:
+        # In turns, which begin with the seed: worlds whose short reads take no lease, worlds with a relay, two reading
+        # agents, or both, and worlds with a directory.
+        number = self._worlds + self._seed
+        relayed, agents = number // 2 % 2 == 1, 1 + number // 2 % 3 % 2
+        listed = bool(self._members) and number % 3 == 0
+        for what, is_so in (("a relay", relayed), ("two reading agents", agents == 2), ("a directory", listed)):
+            self.counts[f"worlds with {what}"] += is_so
+        return World(
+            self._folder / f"world-{self._worlds}",
+            optimistic=number % 2 == 1,
+            relayed=relayed,
+            directory=self._directory if listed else "",
+            reading_agents=agents,
+            fence_time=FENCE,
+        )
 
     def _end_world(self) -> None:
         world, self._world = self._world, None
@@ -193,12 +247,10 @@ def main() -> int:
     soak.failures += [problem for line in soak.gauges.lines for problem in line.problems()]
     for failure in soak.failures:
         print(failure)
-    wrong = sum("wrong bytes" in failure for failure in soak.failures)
     print(
-        f"soak: {wrong} times wrong bytes, {soak.counts['hung threads']} hung threads, {len(soak.failures)} failures; ",
-        end="",
+        "\n".join(soak.summary.lines(arguments.seed, arguments.minutes, soak.counts, soak.failures, soak.gauges.lines))
     )
-    print(f"seed {arguments.seed}")
+    print(f"soak: {len(soak.failures)} failures; seed {arguments.seed}")
     return 1 if soak.failures else 0
 
 

@@ -89,6 +89,9 @@ class Gauges:
                 resident, files = process.memory_info().rss, process.num_fds()
             except psutil.Error:
                 continue
+            if not resident:
+                # It was killed a moment ago.
+                continue
             line = self._lines.setdefault(pid, Line(name, bounded))
             line.times.append(now())
             line.resident.append(resident)

@@ -1,4 +1,4 @@
-"""A real etcd of Debian's package etcd-server, and what an operator does to it."""
+"""A real etcd of Debian's package etcd-server, alone or as a cluster, and what an operator does to it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -22,8 +22,20 @@ from tests.support.waiting import until
 PROGRAMS = ("etcd", "etcdctl")
 
 
+MEMBERS = 3
+"""Of a cluster: it goes on without one of them, and not without two."""
+CALM = ("--heartbeat-interval", "100", "--election-timeout", "1000")
+"""Flags of a cluster's members, which share a machine with everything else."""
+
+
+def lacking() -> list[str]:
+    """The programs that are not installed."""
+    return [program for program in PROGRAMS if shutil.which(program) is None]
+
+
 class Etcd:
-    """One member of a cluster of one, from the first `start` until the end of the block; its data stays over restarts.
+    """One member of a cluster, of one if nothing is said, from the first `start` until the end of the block; its data
+    stays over restarts.
 
     Leases last 1 s at least: its elections are quick.
 
@@ -31,10 +43,19 @@ class Etcd:
         folder: for its data and log.
         tls: its certificate, and the authority of its clients; None: no TLS.
         flags: further flags.
+        name: in the cluster.
+        peers: URLs for the members of the cluster, by their names; None: it is alone.
     """
 
-    def __init__(self, folder: Path, tls: TlsConfig | None = None, flags: Sequence[str] = ()) -> None:
-        missing = [program for program in PROGRAMS if shutil.which(program) is None]
+    def __init__(
+        self,
+        folder: Path,
+        tls: TlsConfig | None = None,
+        flags: Sequence[str] = (),
+        name: str = "one",
+        peers: Mapping[str, str] | None = None,
+    ) -> None:
+        missing = lacking()
         if missing:
             pytest.skip(f"etcd is not installed: {', '.join(missing)}")
         self._folder = folder
@@ -43,19 +64,31 @@ class Etcd:
         self._tls = tls
         self._flags = flags
         self._client = f"{'http' if tls is None else 'https'}://{self.address}"
-        self._peer = f"http://127.0.0.1:{free_port()}"
+        self._name = name
+        self._peers = peers or {name: f"http://127.0.0.1:{free_port()}"}
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start it, and wait until it answers."""
         before = self._readies()
+        self.launch()
+        try:
+            # Not by a call: with users, or a certificate that serves no clients, etcdctl has no access.
+            until(lambda: self._readies() > before)
+        except BaseException:
+            self.stop()
+            raise
+
+    def launch(self) -> None:
+        """Start it. A member of a cluster does not answer before most of them are there."""
+        peer = self._peers[self._name]
         with (self._folder / "etcd.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [
-                    *("etcd", "--name", "one", "--data-dir", str(self._folder / "data")),
+                    *("etcd", "--name", self._name, "--data-dir", str(self._folder / "data")),
                     *("--listen-client-urls", self._client, "--advertise-client-urls", self._client),
-                    *("--listen-peer-urls", self._peer),
-                    *("--initial-advertise-peer-urls", self._peer, "--initial-cluster", f"one={self._peer}"),
+                    *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
+                    *("--initial-cluster", ",".join(f"{name}={url}" for name, url in self._peers.items())),
                     *("--heartbeat-interval", "10", "--election-timeout", "50"),
                     *self._flags,
                     *self._files("--cert-file", "--key-file", "--trusted-ca-file", "--client-cert-auth"),
@@ -63,12 +96,6 @@ class Etcd:
                 stdout=log,
                 stderr=log,
             )
-        try:
-            # Not by a call: with users, or a certificate that serves no clients, etcdctl has no access.
-            until(lambda: self._readies() > before)
-        except BaseException:
-            self.stop()
-            raise
 
     def ctl(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run etcdctl."""
@@ -127,3 +154,15 @@ class Etcd:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def cluster(folder: Path) -> tuple[str, list[Etcd]]:
+    """Start a cluster of `MEMBERS`, with the data of each in a folder of its own: its URL, and the members."""
+    peers = {f"member-{number}": f"http://127.0.0.1:{free_port()}" for number in range(MEMBERS)}
+    members = []
+    for name in peers:
+        (folder / name).mkdir(parents=True)
+        members.append(Etcd(folder / name, flags=CALM, name=name, peers=peers))
+        members[-1].launch()
+    addresses = ",".join(member.address for member in members)
+    return f"etcd://{addresses}/fleet", members

@@ -145,8 +145,8 @@ class Lessor:
     def validate(self, request: LeaseRequest, digest: bytes, reports: Iterable[RankReport]) -> ReportAnswer:
         """Take the end of a read without a lease, whose blocks come from the hint with this digest, and return the
         verdict (PROTOCOL, Optimistic reads). The read counts like one that was granted and has ended now. A replay gets
-        the same answer. Raises `BadReference` if the publication has another hint or none, `PublicationAborted` if the
-        source has been replaced or is lost, and as `grant` and `report`."""
+        the same answer. Raises `BadReference` if the publication has another hint or none, `PublicationAborted` if it
+        or its source is lost, and as `grant` and `report`."""
         engine, now = self._records.begin(request.read.source)
         engine.check_key(request.read.publication, request.key)
         lease = self._records.lease_of_read(request.read, now)
@@ -217,6 +217,9 @@ class Lessor:
         return publication
 
     def _check_hint(self, publication: PublicationRecord, digest: bytes) -> None:
+        if not publication.hint_digest and publication.outcome is ReleaseOutcome.ABORTED:
+            # Aborted before it came, or unknown to the snapshot: the reference was right.
+            raise publication.refusal()
         if not secrets.compare_digest(publication.hint_digest, digest):
             raise BadReference(f"{publication}: this is not the hint in the reference that its source made")
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from kvferry_server.domain.times import Times
-from tests.support.faults.fault_world import Source, World
+from tests.support.faults.fault_engines import Source
+from tests.support.faults.fault_world import World
 from tests.support.faults.playing import PATIENT, judge_read, judge_release, moving, nothing_left, play, refused, works
 from tests.support.faults.processes import SOON
 from tests.support.faults.scenario import Scenario

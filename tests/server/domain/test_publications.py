@@ -18,6 +18,7 @@ from kvferry.errors import (
     HomeRecovering,
     InvalidField,
     LimitReached,
+    NotPublished,
     PublicationAborted,
     PublicationReleased,
     PublicationStale,
@@ -540,9 +541,23 @@ def test_a_read_without_a_lease_counts_only_once_the_snapshot_has_named_its_publ
         with pytest.raises(HomeRecovering):
             scene.lessor.validate(ask(number), digest, done(0))
     scene.sources.end_snapshot(P, 2)
-    with pytest.raises(BadReference):
+    with pytest.raises(PublicationAborted):
         scene.lessor.validate(ask(1), digest, done(0))
     assert scene.lessor.validate(ask(2), digest, done(0)).verdict is Verdict.VALID
+
+
+def test_a_read_without_a_lease_of_what_was_given_up_meanwhile_is_told_so() -> None:
+    """The reference was right, so it is not the router's mistake."""
+    scene = Scene(recovering=True)
+    scene.sources.begin_snapshot(P)
+    scene.sources.abort(P, 1, not_published=True)
+    scene.sources.end_snapshot(P, 1)
+    # It is not released at once: the home before this one may have granted leases.
+    with pytest.raises(NotPublished):
+        scene.lessor.validate(ask(1), bytes(range(16)), done(0))
+    scene.publish(2)
+    with pytest.raises(BadReference):
+        scene.lessor.validate(ask(2), bytes(range(16)), done(0))
 
 
 def test_step_before_the_snapshot_waits_for_the_snapshot() -> None:

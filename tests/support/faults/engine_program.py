@@ -12,13 +12,19 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
 from tests.support.commands import obey
-from tests.support.faults.reports import Held, Job, Seen, die_with_parent, held
+from tests.support.faults.reports import Held, Job, Seen, Stepped, die_with_parent, held
+
+Offered = tuple[str, list[int], Sequence[int]]
+"""A request that a source publishes: its name, its blocks, its prompt."""
+Asked = tuple[str, str, list[int], Sequence[int], float]
+"""A read that a reader begins: its name, the reference, the blocks to read into, the prompt, its seconds."""
 
 
 class Engine:
@@ -26,6 +32,7 @@ class Engine:
 
     def __init__(self, job: Job) -> None:
         from kvferry import Client, EngineSpec, Interval, MemoryKind, MemoryRegion, NixlOptions
+        from kvferry.engine import SchedulerPort, WorkerPort
 
         with job.memory.open("r+b") as file:
             mapped = mmap.mmap(file.fileno(), 0)
@@ -34,21 +41,63 @@ class Engine:
         self._mapped = base, len(cells)
         spec = EngineSpec(job.engine_id, (job.model.group(),), job.num_ranks, {"model": "tiny"})
         options = NixlOptions(**job.options)
-        self._client = Client(job.address, allowed_homes=["10.*"], options=options, optimistic=job.optimistic)
-        self._session = None if job.token else self._client.open_engine(spec)
-        self._cache = self._client.register_cache(
-            spec,
-            job.rank,
+        self._client = Client(
+            job.address,
+            allowed_homes=["10.*"],
+            directory=job.directory or None,
+            home_in_references=not job.directory,
+            options=options,
+            optimistic=job.optimistic,
+        )
+        self._port = None if job.token else SchedulerPort(self._client, spec)
+        self._worker = WorkerPort(self._client, spec, job.rank, token=job.token or None)
+        self._cache = self._worker.register(
             planes=job.model.planes(Interval(*job.units), base),
             regions=[MemoryRegion(MemoryKind.DRAM, 0, base, len(cells))],
             replicated=True,
             keep=mapped,
-            token=job.token or None,
             serve=job.serve,
         )
         self._reads: dict[int, Any] = {}
         self._numbers = itertools.count()
         self._publications: dict[int, Any] = {}
+        self._ungranted: dict[str, list[int]] = {}
+
+    # A step of the engine, by its ports.
+
+    def step(self, offered: list[Offered], asked: list[Asked]) -> Stepped:
+        """Publish requests and begin reads, and say what has come about since the last step."""
+        from kvferry import Blocks, Prompt
+        from kvferry.errors import KvferryError
+
+        port, worker, quiet = self._port, self._worker, list[str]()
+        ended: dict[str, Seen] = {}
+        assert port is not None, "a rank that has no scheduler makes no steps"
+        published = [port.publish(name, {"full": Blocks(ids)}, prompt=Prompt(tokens)) for name, ids, tokens in offered]
+        for name, reference, ids, tokens, timeout in asked:
+            self._ungranted[name] = ids
+            try:
+                port.acquire(name, reference, prompt=Prompt(tokens), timeout=timeout)
+            except KvferryError as error:
+                ended[name] = Seen(error)
+        for name in port.news():
+            try:
+                if name in self._ungranted and port.granted(name) is not None:
+                    worker.start(port.attach(name, {"full": Blocks(self._ungranted.pop(name))}))
+            except KvferryError as error:
+                ended[name] = Seen(error)
+        # Nobody has written for these.
+        quiet += ended
+        for name in ended:
+            self._ungranted.pop(name, None)
+        for read_id in port.cancels():
+            worker.cancel(read_id)
+        port.collect(worker.finished())
+        finished = port.finished()
+        for end in finished.reads:
+            ended[end.request_id] = Seen(end.error, end.confirmed, end.bytes)
+            quiet += [end.request_id] if end.quiet else []
+        return Stepped(published, port.released(), ended, [*quiet, *finished.quiesced], len(finished.disputed))
 
     # The source's commands.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvferry.errors import PromptMismatch, TransferCancelled
-from tests.support.faults.fault_world import Reading, World
+from tests.support.faults.fault_engines import Reading
+from tests.support.faults.fault_world import World
 from tests.support.faults.playing import PATIENT
 from tests.support.faults.processes import SOON
 

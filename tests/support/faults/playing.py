@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvferry.errors import KvferryError, PeerRestarted
-from tests.support.faults.fault_world import Reading, Request, World
+from tests.support.faults.fault_engines import Reading, Request
+from tests.support.faults.fault_world import World
 from tests.support.faults.processes import SOON, EngineProcess, Node, Party
 from tests.support.faults.reports import Seen
 from tests.support.faults.scenario import Expected, Fate, Fault, Good, Moment, Scenario, Target, Until, seconds
@@ -73,7 +74,7 @@ def nothing_left(world: World) -> None:
     """No publication, no lease, no read, no agent that was given up; and every release came once."""
     for reader in (world.reader, world.spare.ready()):
         until(reader.idle)
-    for node in (world.home, world.node):
+    for node in world.nodes:
         until(node.idle)
     assert world.source.scheduler.call("unreleased") == []
     assert world.source.collect() == []
@@ -106,8 +107,7 @@ def _begin(world: World, scenario: Scenario) -> tuple[Request, Reading | None]:
         # (docs/nixl.md, "Endpoint timeout").
         itself = bool(engine) and (scenario.fault is Fault.STOPPED or killed_reader)
         request, reading = moving(world, engine if itself else [world.standing], timeout)
-        if not itself or killed_reader:
-            _inject(world, scenario)
+        _inject(world, scenario)
         if not itself and not scenario.still:
             world.standing.resume()
         return request, None if killed_reader else reading
@@ -117,7 +117,7 @@ def _begin(world: World, scenario: Scenario) -> tuple[Request, Reading | None]:
         _inject(world, scenario)
         return request, None
     _inject(world, scenario)
-    if scenario.target is not Target.READER:
+    if world.reader.process not in parties(world, scenario.target):
         return request, world.reader.read(request, timeout=timeout)
     return request, None if killed_reader else world.reader.send_read(request, timeout=timeout)
 
@@ -130,6 +130,9 @@ def parties(world: World, target: Target) -> Sequence[Party]:
         Target.READER: [world.reader.process],
         Target.HOME: [world.home],
         Target.NODE: [world.node],
+        Target.SOURCE_MACHINE: [world.home, *world.source.processes],
+        Target.READER_MACHINE: [world.node, world.reader.process],
+        Target.RELAY: [world.relay],
     }
     return found[target]
 

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,11 @@ class Party:
     def pid(self) -> int:
         """Its process id."""
         return self.process.pid
+
+    @property
+    def started(self) -> bool:
+        """Whether it was ever started."""
+        return self._process is not None
 
     @property
     def alive(self) -> bool:
@@ -105,10 +110,10 @@ class Party:
             raise value
         return value
 
-    def _spawn(self, module: str, *arguments: str, **options: Any) -> None:
+    def _spawn(self, module: str, *arguments: str, prefix: Sequence[str] = (), **options: Any) -> None:
         self.pipe, theirs = Pipe()
         number = theirs.fileno()
-        command = [*self._prefix, sys.executable, "-m", module, str(number), *arguments]
+        command = [*self._prefix, *prefix, sys.executable, "-m", module, str(number), *arguments]
         with theirs:
             self._process = subprocess.Popen(command, cwd=ROOT, env=environment(), pass_fds=[number], **options)
 
@@ -131,10 +136,10 @@ class Node(Party):
         self._flags = ["--listen", listen, "--unix", str(folder / "node.sock"), "--insecure"]
         self._flags += [part for key, value in settings.items() for part in (f"--{key.replace('_', '-')}", str(value))]
 
-    def start(self) -> Node:
-        """Start it."""
+    def start(self, prefix: Sequence[str] = ()) -> Node:
+        """Start it, with this behind the usual prefix of its command line."""
         with self._log.open("ab") as log:
-            self._spawn("tests.support.faults.node_program", *self._flags, stdout=log, stderr=log)
+            self._spawn("tests.support.faults.node_program", *self._flags, prefix=prefix, stdout=log, stderr=log)
         return self
 
     def ready(self) -> Node:
@@ -190,3 +195,9 @@ class EngineProcess(Party):
             self.answer(START_TIMEOUT)
             self._ready = True
         return self
+
+    def starting(self) -> Iterator[None]:
+        """`ready` in steps that wait for nothing."""
+        while not self._ready and not self.answers(0.0):
+            yield
+        self.ready()

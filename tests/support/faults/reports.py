@@ -33,6 +33,7 @@ class Job:
         serve: whether others read from it.
         options: of NIXL.
         optimistic: whether short reads take no lease.
+        directory: of homes, which references do not name then; empty: none.
     """
 
     address: str
@@ -46,6 +47,7 @@ class Job:
     serve: bool = True
     options: dict[str, Any] = field(default_factory=dict)
     optimistic: bool = False
+    directory: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,25 @@ class Seen:
     error: Exception | None
     confirmed: bool = False
     moved: int = 0
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What a step of an engine has brought.
+
+    Attributes:
+        published: `Publication` of each request that was offered, in their order.
+        released: each `Release` of publications.
+        ended: how reads ended, by their names; each once.
+        quiet: names of reads whose blocks may be reused, each once.
+        disputed: number of reads that were called good before, and are no more.
+    """
+
+    published: list[Any]
+    released: list[Any]
+    ended: dict[str, Seen]
+    quiet: list[str]
+    disputed: int
 
 
 @dataclass(frozen=True)

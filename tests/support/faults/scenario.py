@@ -130,11 +130,14 @@ class Target(enum.Enum):
     READER = "the destination rank"
     HOME = "the source's node server"
     NODE = "the destination's node server"
+    SOURCE_MACHINE = "the source's machine"
+    READER_MACHINE = "the destination's machine"
+    RELAY = "a relay"
 
     @property
     def restarts_alone(self) -> bool:
         """Whether it can be started again at the same place without others."""
-        return self in (Target.HOME, Target.NODE)
+        return self in (Target.HOME, Target.NODE, Target.RELAY)
 
 
 class Moment(enum.Enum):

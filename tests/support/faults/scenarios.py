@@ -98,6 +98,27 @@ def _of_processes() -> Iterator[Scenario]:
 PROCESSES = tuple(_of_processes())
 
 
+def _of_machines() -> Iterator[Scenario]:
+    """A node server and its engines at once, as when a virtual machine is paused; no process has died then."""
+    before, during = Moment.BEFORE, Moment.DURING
+    stopped = Fault.STOPPED
+
+    target = Target.SOURCE_MACHINE
+    asked = Expected((Unreachable,), (TIMEOUT,), (READ,), (), AGAIN)
+    yield Scenario(stopped, target, before, END, asked, timeout=TIMEOUT)
+    stuck = Expected((TransferStuck,), (TIMEOUT,), (READ,), (), AGAIN)
+    yield Scenario(stopped, target, during, END, stuck, timeout=TIMEOUT)
+
+    target = Target.READER_MACHINE
+    yield Scenario(stopped, target, before, RELEASE, Expected(GONE, (), (UNREAD,), (HOLD,), RECOMPUTED))
+    note = "The source has overwritten the blocks before the machine goes on."
+    expired = Expected((TransferExpired,), (), (UNREAD,), (LEASE, HOLD), RECOMPUTED)
+    yield Scenario(stopped, target, during, RELEASE, expired, note=note)
+
+
+MACHINES = tuple(_of_machines())
+
+
 def _without_a_lease() -> Iterator[Scenario]:
     """Those in which a read without a lease differs from one with a lease, or could."""
     before, during = Moment.BEFORE, Moment.DURING
@@ -195,7 +216,7 @@ CUT_WITH_TCP_TIMEOUT = Row(
 )
 
 ROWS = (
-    *(scenario.row for scenario in PROCESSES),
+    *(scenario.row for scenario in (*PROCESSES, *MACHINES)),
     STOPPED_FOR_GOOD,
     OVERWRITTEN,
     NOBODY_CAME,
