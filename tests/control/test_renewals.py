@@ -25,7 +25,7 @@ from tests.support.node_servers import NodeServerProcess
 from tests.support.waiting import until
 
 TTL = 8.0
-PER_PUBLICATION = 700
+PER_PUBLICATION = BATCH + 8
 AXES = ("kv", "block", "head", "token", "content")
 READERS = [pb.EngineRef(engine_id=f"reader-{index}", incarnation=bytes([index]) * 16) for index in range(2)]
 

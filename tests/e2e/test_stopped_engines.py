@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,14 +50,26 @@ def open_again(client: Client) -> Exception | None:
 
 
 @pytest.fixture(scope="module")
-def fabric() -> Iterator[Fabric]:
-    """A fabric whose home has been up for long: the home takes no second incarnation of an engine."""
-    with Fabric(engine_ttl=ENGINE_TTL) as made:
-        first = made.client()
+def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Fabric, NodeServerProcess]]:
+    """A fabric and a node server that have been up for long: they take no second incarnation of an engine."""
+    folder = tmp_path_factory.mktemp("home")
+    with Fabric(engine_ttl=ENGINE_TTL) as fabric, NodeServerProcess(folder, tcp=True, engine_ttl=ENGINE_TTL) as server:
+        first = fabric.client()
         first.open_engine(spec("probe"))
-        second = made.client()
+        second = fabric.client()
         until(lambda: isinstance(open_again(second), EngineIdInUse))
-        yield made
+        server.settled()
+        yield fabric, server
+
+
+@pytest.fixture
+def fabric(homes: tuple[Fabric, NodeServerProcess]) -> Fabric:
+    return homes[0]
+
+
+@pytest.fixture
+def server(homes: tuple[Fabric, NodeServerProcess]) -> NodeServerProcess:
+    return homes[1]
 
 
 def test_a_closed_engine_starts_again_at_once(fabric: Fabric) -> None:
@@ -182,21 +193,20 @@ def _start(address: str, name: str, pipe: Connection) -> None:
 
 @pytest.mark.parametrize("how", ["in order", "killed"])
 def test_a_stopped_engine_starts_again_at_once_in_another_process_and_a_killed_one_later(
-    tmp_path: Path, how: str
+    server: NodeServerProcess, how: str
 ) -> None:
     name = unique_id("engine")
-    with NodeServerProcess(tmp_path, tcp=True, engine_ttl=ENGINE_TTL) as server, Client(server.address) as client:
-        server.settled()
-        mine, theirs = LOADED.Pipe()
-        first = LOADED.Process(target=_start, args=(server.address, name, theirs), daemon=True)
-        first.start()
-        assert mine.poll(SOON)
-        mine.recv()
-        if how == "in order":
-            mine.send("stop")
-        else:
-            first.kill()
-        first.join(SOON)
+    mine, theirs = LOADED.Pipe()
+    first = LOADED.Process(target=_start, args=(server.address, name, theirs), daemon=True)
+    first.start()
+    assert mine.poll(SOON)
+    mine.recv()
+    if how == "in order":
+        mine.send("stop")
+    else:
+        first.kill()
+    first.join(SOON)
+    with Client(server.address) as client:
         if how == "in order":
             client.open_engine(spec(name), timeout=WITHIN)
         else:

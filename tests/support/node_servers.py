@@ -31,7 +31,7 @@ from kvferry.errors import EngineUnknown
 from kvferry.v1.introspection_pb2 import GetEngineRequest
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 from tests.support.loaded_processes import LOADED
-from tests.support.waiting import stop
+from tests.support.waiting import stop, until
 
 READY = re.compile(r"ready: listens on (.+), advertises ([^\s,]+), epoch ([0-9a-f]+)(?:, admin http://([^/\s]+)/)?")
 SIZE = ("LINES", "COLUMNS")
@@ -160,15 +160,15 @@ class NodeServerProcess:
     def settled(self) -> None:
         """Wait until it does not wait for the engines of a predecessor any more; until then it takes every incarnation
         of an engine_id. Give it a short `engine_ttl`."""
-        deadline = time.monotonic() + START_TIMEOUT
         with grpc.insecure_channel(self.address) as channel:
-            stub = IntrospectionStub(channel)
-            while time.monotonic() < deadline:
+            get_engine = IntrospectionStub(channel).GetEngine
+
+            def waits_for_nobody() -> bool:
                 with pytest.raises(grpc.RpcError) as caught:
-                    stub.GetEngine(GetEngineRequest(engine_id="nobody"), timeout=5.0)
-                if isinstance(from_rpc_error(caught.value, self.address), EngineUnknown):
-                    return
-        raise RuntimeError("kvferryd goes on waiting for engines")
+                    get_engine(GetEngineRequest(engine_id="nobody"), timeout=5.0)
+                return isinstance(from_rpc_error(caught.value, self.address), EngineUnknown)
+
+            until(waits_for_nobody, START_TIMEOUT)
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
         """End it; its exit code."""

@@ -11,16 +11,19 @@ from pathlib import Path
 
 from kvferry._clock import now
 
-PAUSE = 0.001
-"""Seconds between two looks, in which the processor is that of what is waited for."""
+PAUSE, LONGEST_PAUSE = 0.001, 0.05
+"""Seconds between two looks, in which the processor is that of what is waited for: at first, and in a long wait."""
+SHARE = 0.02
+"""Of the time waited so far: what a look may come too late."""
 
 
 def until(condition: Callable[[], bool], within: float = 30.0) -> None:
     """Wait for something that another process or thread does."""
-    end = now() + within
+    began = now()
     while not condition():
-        assert now() < end, "it did not come about"
-        time.sleep(PAUSE)
+        waited = now() - began
+        assert waited < within, "it did not come about"
+        time.sleep(min(max(PAUSE, SHARE * waited), LONGEST_PAUSE))
 
 
 def stop(*pids: int) -> None:

@@ -7,8 +7,10 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -58,29 +60,6 @@ def watch_for_long(address: str, pipe: Connection) -> None:
         stream.cancel()
 
 
-def test_watch_of_a_stopped_engine_ends(tmp_path: Path) -> None:
-    mine, theirs = multiprocessing.Pipe()
-    with (
-        Kvferryd("--listen", "", "--unix", str(tmp_path / "s")) as server,
-        grpc.insecure_channel(server.address) as asking,
-    ):
-        spawned = multiprocessing.get_context("spawn")
-        engine = spawned.Process(target=watch_for_long, args=(server.address, theirs), daemon=True)
-        engine.start()
-        assert mine.recv() == "watching"
-        assert engine.pid is not None
-        os.kill(engine.pid, signal.SIGSTOP)
-        try:
-            engines = IntrospectionStub(asking)
-            deadline = time.monotonic() + NOTICED
-            while engines.ListEngines(ipb.ListEnginesRequest()).engines[0].state != ipb.ENGINE_STATE_LOST:
-                assert time.monotonic() < deadline
-                time.sleep(0.2)
-        finally:
-            os.kill(engine.pid, signal.SIGKILL)
-            engine.join()
-
-
 def publish_twice(address: str, pipe: Connection) -> None:
     """An engine that publishes, and again when that is released."""
     spec = engine_of("source")
@@ -96,54 +75,94 @@ def publish_twice(address: str, pipe: Connection) -> None:
             pipe.send([release.outcome for release in released])
 
 
-def test_engine_that_was_stopped_until_it_counted_as_dead_goes_on_as_the_same(tmp_path: Path) -> None:
-    """What it had published is over, told once; what it publishes then is read."""
+@contextmanager
+def engine_process(target: Callable[[str, Connection], None], address: str) -> Iterator[tuple[int, Connection]]:
+    """A process of an engine at a home: its id, and a pipe to it. Killed at the end."""
     mine, theirs = multiprocessing.Pipe()
-    spec = engine_of("reader")
-    with (
-        Kvferryd("--listen", "", "--unix", str(tmp_path / "s"), "--engine-ttl", "1") as server,
-        grpc.insecure_channel(server.address) as asking,
-        Client(server.address) as client,
-        SchedulerPort(client, spec) as port,
-    ):
-        into = np.zeros(SHAPE, np.float32)
+    process = multiprocessing.get_context("spawn").Process(target=target, args=(address, theirs), daemon=True)
+    process.start()
+    assert process.pid is not None
+    try:
+        yield process.pid, mine
+    finally:
+        process.kill()
+        process.join()
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """Processes that were stopped.
+
+    Attributes:
+        watched: the home of an engine that watched.
+        home: the home of a source that had published.
+        source, pipe: the source's process id, and a pipe to it.
+        reference: of what it had published.
+        stream: a Watch at a node server.
+    """
+
+    watched: Kvferryd
+    home: Kvferryd
+    source: int
+    pipe: Connection
+    reference: str
+    stream: Any
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stopped]:
+    """They are stopped together: each is noticed by a ping, which takes as long for all as for one."""
+    folder = tmp_path_factory.mktemp("stopped")
+    with ExitStack() as stack:
+
+        def server(name: str, *flags: str) -> Kvferryd:
+            return stack.enter_context(Kvferryd("--listen", "", "--unix", str(folder / name), *flags))
+
+        watched, home, watching = server("watched"), server("home", "--engine-ttl", "1"), server("watching")
+        watcher, pipe = stack.enter_context(engine_process(watch_for_long, watched.address))
+        assert pipe.recv() == "watching"
+        source, pipe = stack.enter_context(engine_process(publish_twice, home.address))
+        reference = pipe.recv()
+        with grpc.insecure_channel(home.address) as asking:
+            requests = IntrospectionStub(asking).ListRequests
+            # Else the home would hear of it, and hold it for its readers, when the engine goes on.
+            until(lambda: bool(requests(ipb.ListRequestsRequest()).requests))
+        stream = watch(stack.enter_context(connect(watching.address)))
+        stack.callback(os.kill, watching.pid, signal.SIGCONT)
+        for pid in (watcher, source, watching.pid):
+            os.kill(pid, signal.SIGSTOP)
+        yield Stopped(watched, home, source, pipe, reference, stream)
+
+
+def wait_listed(server: Kvferryd, *states: ipb.EngineState.ValueType) -> None:
+    """Wait until a home lists engines in these states; a dead engine is not listed."""
+    with grpc.insecure_channel(server.address) as channel:
+        engines = IntrospectionStub(channel).ListEngines
+        until(lambda: [one.state for one in engines(ipb.ListEnginesRequest()).engines] == [*states], NOTICED)
+
+
+def test_watch_of_a_stopped_engine_ends(stopped: Stopped) -> None:
+    wait_listed(stopped.watched, ipb.ENGINE_STATE_LOST)
+
+
+def test_engine_that_was_stopped_until_it_counted_as_dead_goes_on_as_the_same(stopped: Stopped) -> None:
+    """What it had published is over, told once; what it publishes then is read."""
+    pipe, spec, into = stopped.pipe, engine_of("reader"), np.zeros(SHAPE, np.float32)
+    wait_listed(stopped.home)
+    with Client(stopped.home.address) as client, SchedulerPort(client, spec) as port:
         cache = WorkerPort(client, spec, 0, token=port.token).register({"layer": into})
-        spawned = multiprocessing.get_context("spawn")
-        engine = spawned.Process(target=publish_twice, args=(server.address, theirs), daemon=True)
-        engine.start()
-        before = mine.recv()
-        engines = IntrospectionStub(asking)
-        # Else the home would hear of it, and hold it for its readers, when the engine goes on.
-        until(lambda: bool(engines.ListRequests(ipb.ListRequestsRequest()).requests))
-        assert engine.pid is not None
-        os.kill(engine.pid, signal.SIGSTOP)
-        try:
-            deadline = time.monotonic() + NOTICED
-            # A dead engine is not listed.
-            while len(engines.ListEngines(ipb.ListEnginesRequest()).engines) > 1:
-                assert time.monotonic() < deadline
-                time.sleep(0.2)
-            with pytest.raises(KvferryError) as lost:
-                cache.read(before, {"full": Blocks([1])}).result(NOTICED)
-            assert isinstance(lost.value, EngineUnknown | TransferFailed), lost.value
-            os.kill(engine.pid, signal.SIGCONT)
-            assert mine.recv() == [ReleaseOutcome.ABORTED]
-            assert cache.read(mine.recv(), {"full": Blocks([2])}).result(NOTICED).bytes == into[2].nbytes
-            assert (into[2] == 1).all()
-            assert mine.recv() == [ReleaseOutcome.READ]
-        finally:
-            os.kill(engine.pid, signal.SIGKILL)
-            engine.join()
+        with pytest.raises(KvferryError) as lost:
+            cache.read(stopped.reference, {"full": Blocks([1])}).result(NOTICED)
+        assert isinstance(lost.value, EngineUnknown | TransferFailed), lost.value
+        os.kill(stopped.source, signal.SIGCONT)
+        assert pipe.recv() == [ReleaseOutcome.ABORTED]
+        assert cache.read(pipe.recv(), {"full": Blocks([2])}).result(NOTICED).bytes == into[2].nbytes
+        assert (into[2] == 1).all()
+        assert pipe.recv() == [ReleaseOutcome.READ]
 
 
-def test_watch_at_a_stopped_node_server_ends(tmp_path: Path) -> None:
-    with Kvferryd("--listen", "", "--unix", str(tmp_path / "s")) as server, connect(server.address) as channel:
-        stream = watch(channel)
-        os.kill(server.pid, signal.SIGSTOP)
-        try:
-            with pytest.raises(grpc.RpcError) as ended:
-                for _ in stream:
-                    pass
-        finally:
-            os.kill(server.pid, signal.SIGCONT)
-        assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+def test_watch_at_a_stopped_node_server_ends(stopped: Stopped) -> None:
+    with pytest.raises(grpc.RpcError) as ended:
+        for _ in stopped.stream:
+            pass
+    assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
