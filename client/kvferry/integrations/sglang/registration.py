@@ -14,21 +14,19 @@ from typing import Any
 
 from kvferry.integrations.sglang.hooks import (
     BACKEND,
-    MAKES_RECEIVERS,
-    MAKES_SENDERS,
-    hold_until_quiet,
-    tell_receiver,
-    tell_sender,
-)
-from kvferry.integrations.sglang.stepping import (
     IS_IDLE,
     MAKES_HANDLERS,
+    MAKES_RECEIVERS,
+    MAKES_SENDERS,
     SENDS_TO_RANKS,
     UNLOADS,
     exchange_prefixes,
     forget_adapter,
+    hold_until_quiet,
     is_idle,
     send_along,
+    tell_receiver,
+    tell_sender,
 )
 
 logger = logging.getLogger(__name__)
