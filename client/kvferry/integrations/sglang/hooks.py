@@ -41,9 +41,9 @@ _WORD = 2**32
 
 _queues_that_hold: list[str] = []
 """Names of the classes of decode's queues in this process that hold pages until they are quiet."""
-_parts: list[Any] = []
+parts: list[Any] = []
 """The `RadixAnswers` and `RadixLoads` of this process, once its scheduler is made; none but in prefill."""
-_wakers: list[Waker] = []
+wakers: list[Waker] = []
 """On rank 0, if its scheduler sleeps."""
 
 
@@ -123,48 +123,19 @@ def _inputs(ids: npt.NDArray[np.int64], inputs: npt.NDArray[np.bool_]) -> list[P
     return found
 
 
-def exchange_prefixes(_: None, scheduler: Any, *__: Any, **___: Any) -> None:
-    """Make a scheduler of prefill answer questions, and ask some, if this version of SGLang has what that needs."""
-    queue = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
-    if queue is None or queue.transfer_backend.value != BACKEND:
-        return
-    if not all(map(is_hooked, (SENDS_TO_RANKS, IS_IDLE, UNLOADS))) or not all(
-        hasattr(scheduler, name) for name in READ
-    ):
-        return
-    from sglang.utils import TypeBasedDispatcher
-
-    from kvferry.integrations.sglang.answers import AnswerStep, RadixAnswers
-    from kvferry.integrations.sglang.loads import LoadStep, RadixLoads
-
-    manager = queue.kv_manager
-    answers = RadixAnswers(scheduler, manager)
-    _parts[:] = [answers]
-    handlers: list[tuple[type, Any]] = [(AnswerStep, answers.run)]
-    if RadixLoads.possible(scheduler, manager):
-        manager.loads = RadixLoads(scheduler, manager)
-        _parts.append(manager.loads)
-        handlers.append((LoadStep, manager.loads.run))
-    scheduler._request_dispatcher += TypeBasedDispatcher(handlers)
-    poller = getattr(scheduler.idle_sleeper, "poller", None)
-    if manager.leader and poller is not None:
-        _wakers[:] = [Waker(poller)]
-        manager.port.on_question(_wakers[0].wake)
-
-
 def send_along(receiver: Any, received: list[Any] | None, *more: Any, **named: Any) -> tuple[Any, dict[str, Any]]:
     """Add the next steps to what rank 0 has received, before it goes to all ranks."""
     if received is not None:
-        for waker in _wakers:
+        for waker in wakers:
             waker.clear()
-        steps = (part.next_step() for part in _parts)
+        steps = (part.next_step() for part in parts)
         received = [*received, *(step for step in steps if step is not None)]
     return (receiver, received, *more), named
 
 
 def is_idle(idle: bool, _: Any, for_health_check: bool = False, **__: Any) -> bool:
     """Return whether SGLang may empty its cache: not while pages are held. A health check asks whether it computes."""
-    return idle and (for_health_check or not any(part.holding for part in _parts))
+    return idle and (for_health_check or not any(part.holding for part in parts))
 
 
 def forget_adapter(_: Any, scheduler: Any, asked: Any, *__: Any, **___: Any) -> None:
