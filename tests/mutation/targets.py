@@ -99,6 +99,8 @@ VLLM_STEPS = (
     "tests/integrations/vllm/test_rest.py",
     "tests/integrations/vllm/test_idle_steps.py",
     "tests/integrations/vllm/test_waiting.py",
+    "tests/integrations/vllm/test_sources.py",
+    "tests/integrations/vllm/test_params.py",
     "tests/integrations/vllm/test_order.py",
 )
 """Tests that need vLLM's block managers, and no engine."""
@@ -110,7 +112,7 @@ WITHOUT_SGLANG = {
 """Tests that need no SGLang; by module."""
 WITH_SGLANG = {
     "pools": ("tests/integrations/sglang/test_pools.py",),
-    "hooks": ("tests/integrations/sglang/test_endings.py",),
+    "hooks": ("tests/integrations/sglang/test_endings.py", "tests/integrations/sglang/test_stepping.py"),
     "receiver": ("tests/integrations/sglang/test_endings.py",),
     "sender": ("tests/integrations/sglang/test_endings.py",),
     "manager": ("tests/integrations/sglang/test_endings.py",),
@@ -307,7 +309,7 @@ TARGETS: dict[str, Target] = {
     },
     **{
         f"client/kvferry/integrations/vllm/{name}.py": Target((VLLM,), environment=".venv-vllm")
-        for name in ("outgoing", "sending", "device")
+        for name in ("outgoing", "holds", "sending", "device")
     },
     **{f"client/kvferry/integrations/sglang/{name}.py": Target((tests,)) for name, tests in WITHOUT_SGLANG.items()},
     **{

@@ -23,7 +23,7 @@ from kvferry import Blocks, EngineGeometry, RankGeometry, plan_read
 from kvferry._memory.host import HostAccess
 from kvferry.integrations.vllm.checked_planes import layers_of
 from kvferry.integrations.vllm.groups import BlockTable, block_tables
-from kvferry.integrations.vllm.layouts import layer_planes
+from kvferry.integrations.vllm.layouts.backends import layer_planes
 from kvferry.integrations.vllm.shards import RankPlace
 from kvferry.planner import Path as ReadPath
 from kvferry.planner import PathRule

@@ -7,7 +7,8 @@ from typing import Any
 
 from kvferry.geometry import Plane
 from kvferry.integrations.vllm import KvferryConnector, checked_planes
-from kvferry.integrations.vllm.layouts import Layer, layer_planes
+from kvferry.integrations.vllm.layouts.backends import layer_planes
+from kvferry.integrations.vllm.layouts.layer import Layer
 
 OTHER = {"key": "value", "value": "key"}
 

@@ -14,7 +14,7 @@ from kvferry import EngineSpec, Prompt, PromptInput, Question
 from kvferry.engine import SchedulerPort
 from kvferry.errors import PrefixMiss
 from kvferry.integrations.sglang import answers
-from kvferry.integrations.sglang.cached import RadixPrefixes
+from kvferry.integrations.sglang.answers import keeps_pages
 from kvferry.testing import Fabric
 from tests.integrations.sglang.played_radix import PAGE, PAGES, WINDOW, Asker, Source, compute_in_parts, rows
 from tests.support.waiting import until
@@ -182,7 +182,7 @@ def test_no_more_than_a_share_of_the_pages_is_held(fabric: Fabric, share: float,
     for read, end in ((first, 10), (second, 8), *([] if busy else [(third, 5)])):
         assert source.serve(read).end_token == end * PAGE
     source.idle()
-    assert [rank.answers._prefixes._holders.any() for rank in source.ranks] == [False, False]  # type: ignore[union-attr]
+    assert [rank.answers._holders.any() for rank in source.ranks] == [False, False]
 
 
 @pytest.mark.parametrize("cache", ["radix", "python"])
@@ -209,13 +209,13 @@ def test_cache_that_cannot_be_held_answers_nothing(fabric: Fabric, share: float)
     source = Source(fabric, share=share)
     source.compute(TEXT)
     memory = source.memory
-    assert (RadixPrefixes.of(memory.tree, PAGES, share) is None) == (share == 0)
+    assert keeps_pages(memory.tree)
     for changed in ({"cache_controller": object()}, {"linker": object()}, {"disable": True}):
         kept = {name: getattr(memory.tree, name) for name in changed}
         vars(memory.tree).update(changed)
-        assert RadixPrefixes.of(memory.tree, PAGES, 1.0) is None
+        assert not keeps_pages(memory.tree)
         vars(memory.tree).update(kept)
-    assert RadixPrefixes.of(SimpleNamespace(), PAGES, 1.0) is None
+    assert not keeps_pages(SimpleNamespace())
     if share == 0:
         assert missed(source, Asker(fabric, source), TEXT) == "UNSUPPORTED"
 

@@ -73,14 +73,16 @@ def fabric() -> Iterator[Fabric]:
 @pytest.fixture
 def decode(fabric: Fabric) -> Iterator[Callable[..., ConnectorScheduler]]:
     """Make the connector's schedulers of decode engines, whose steps a test plays."""
-    from kvferry.integrations.vllm.scheduler import ConnectorScheduler
+    from tests.integrations.vllm.played_reader import scheduler_of
     from tests.integrations.vllm.played_setup import GROUP, setup_of
 
     made: list[ConnectorScheduler] = []
 
     def make(engine_id: str = "decode", **options: Any) -> ConnectorScheduler:
         setup = setup_of(fabric, EngineSpec(engine_id, (GROUP,)), serves=False, caches_prefixes=True, **options)
-        made.append(ConnectorScheduler(setup))
+        made.append(scheduler_of(setup))
+        # The workers are not played.
+        made[-1]._registered = {0}
         return made[-1]
 
     yield make

@@ -12,11 +12,12 @@ from kvferry import Blocks, Group, router_reference
 from kvferry._control.publications import Release
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.engine import SchedulerPort
+from kvferry.integrations.vllm.cached import PrefixCache
 from kvferry.integrations.vllm.groups import BlockTable
 from kvferry.integrations.vllm.params import REFERENCE
 from kvferry.integrations.vllm.sending import Sending
 from kvferry.integrations.vllm.setup import Setup
-from kvferry.integrations.vllm.values import StepsDone
+from kvferry.integrations.vllm.values import StepsDone, Summed
 from tests.integrations.vllm.played_port import Port
 
 TOKENS, BLOCKS = 4, 32
@@ -34,7 +35,6 @@ class Prefill:
         *tables: BlockTable,
         ranks: int = 1,
         caching: bool = False,
-        bound: bool = True,
         rewritten: int = 0,
         serves: bool = True,
         states: bool = False,
@@ -57,11 +57,16 @@ class Prefill:
             published=self.published,
         )
         self.counts: list[str] = []
-        self.sending = Sending(cast(Setup, setup), cast(SchedulerPort, self.port), self.counts.append)
+        self.sums: list[Summed] = []
+        self.sending = Sending(
+            cast(Setup, setup),
+            cast(SchedulerPort, self.port),
+            cast(PrefixCache, SimpleNamespace(pool=self.pool, block_ids=self.ids)),
+            self.sums,
+            self.counts.append,
+        )
         self.sending._now = lambda: self.now
         self.blocks: dict[str, list[list[Any]]] = {}
-        if bound:
-            self.sending.bind(self.pool, self.ids)
         self.free = self.pool.get_num_free_blocks()
 
     def published(self, block_ids: tuple[list[int], ...], tokens: int) -> dict[str, Blocks]:
@@ -124,13 +129,12 @@ class Prefill:
         request.status = status
         if status is RequestStatus.FINISHED_LENGTH_CAPPED:
             request.num_tokens += 1
-        kept, params = self.sending.finish(request, self.ids(request.request_id))
-        if not kept:
-            self.free_blocks(request)
+        params = self.sending.finish(request, self.ids(request.request_id))
+        self.free_blocks(request)
         return params
 
-    def release(self, number: int, request_id: str = "r", outcome: ReleaseOutcome = ReleaseOutcome.READ) -> set[str]:
-        return self.sending.released([Release(number, request_id, outcome)])
+    def release(self, number: int, request_id: str = "r", outcome: ReleaseOutcome = ReleaseOutcome.READ) -> None:
+        self.sending.released([Release(number, request_id, outcome)])
 
     def check_freed(self) -> None:
         """Nothing is held for ever, and nothing was freed twice."""

@@ -5,22 +5,29 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
 from kvferry.integrations.vllm.cached import PrefixCache
 from kvferry.integrations.vllm.params import PREFIX_SOURCE
 from kvferry.integrations.vllm.scheduler import ConnectorScheduler
-from tests.integrations.vllm.played_setup import TOKENS, of_text
+from kvferry.integrations.vllm.setup import Setup
+from tests.integrations.vllm.played_setup import BLOCKS, TOKENS, of_text
 from tests.support.waiting import until
 
 
 class OwnCache:
-    """vLLM's prefix cache of an engine that has the first `tokens` tokens of every prompt."""
+    """vLLM's prefix cache of an engine that has the first `tokens` tokens of every prompt, and `blocks` of every
+    request."""
 
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.blocks: list[int] = []
         self.freed: list[str] = []
-        self.pool = SimpleNamespace(num_gpu_blocks=8)
+        self.pool = BlockPool(BLOCKS, False, TOKENS)
+
+    def block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        return (self.blocks,)
 
     def see(self, request: Any) -> None: ...
 
@@ -31,9 +38,14 @@ class OwnCache:
         self.freed.append(request.request_id)
 
 
+def scheduler_of(setup: Setup, **options: Any) -> ConnectorScheduler:
+    """The connector's scheduler of an engine with such a cache."""
+    return ConnectorScheduler(setup, cast(PrefixCache, OwnCache()), None, **options)
+
+
 def bound(scheduler: ConnectorScheduler, tokens: int = 0) -> OwnCache:
-    cache = OwnCache(tokens)
-    scheduler.bind_cache(cast(PrefixCache, cache), None)
+    cache = cast(OwnCache, scheduler._prefixes._cache)
+    cache.tokens = tokens
     return cache
 
 

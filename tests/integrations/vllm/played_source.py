@@ -46,8 +46,7 @@ class Source(Cache):
         super().__init__(fabric, *specs, **options)
         self.port = AskedPort()
         self.counts: list[str] = []
-        self.answers = Answers(self.setup, cast(SchedulerPort, self.port), self.counts.append)
-        self.answers.bind(self.cache)
+        self.answers = Answers(self.setup, cast(SchedulerPort, self.port), self.cache, [], self.counts.append)
         self.step = 0
         self.number = 0
 

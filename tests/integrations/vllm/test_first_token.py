@@ -18,6 +18,7 @@ from kvferry import Blocks, Group, router_reference
 from kvferry._control.publications import Publication
 from kvferry.engine import SchedulerPort
 from kvferry.integrations.first_token import FirstToken, first_token
+from kvferry.integrations.vllm.cached import PrefixCache
 from kvferry.integrations.vllm.groups import BlockTable
 from kvferry.integrations.vllm.params import REFERENCE
 from kvferry.integrations.vllm.sending import Sending
@@ -45,9 +46,10 @@ class Prefill:
             names_inputs=True,
             published=lambda ids, tokens: {"full": TABLE.published(ids[0], tokens)},
         )
-        self.sending = Sending(cast(Setup, setup), cast(SchedulerPort, self), lambda name: None)
         self.pool = BlockPool(BLOCKS, False, TOKENS)
-        self.sending.bind(self.pool, lambda request_id: (self.ids,))
+        cache = SimpleNamespace(pool=self.pool, block_ids=lambda request_id: (self.ids,))
+        ours = cast(Setup, setup), cast(SchedulerPort, self), cast(PrefixCache, cache)
+        self.sending = Sending(*ours, [], lambda name: None)
         self.ids: list[int] = []
 
     def publish(

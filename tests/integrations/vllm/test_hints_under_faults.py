@@ -28,7 +28,7 @@ from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(MINOR < 32, reason="this vLLM gives connectors no cache manager"),
+    pytest.mark.skipif(MINOR < 32, reason="not run with this vLLM yet"),
 ]
 REQUESTS = 500
 BLOCK = 32

@@ -28,7 +28,7 @@ from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.timeout(900),
-    pytest.mark.skipif(MINOR < 32, reason="this vLLM gives connectors no cache manager"),
+    pytest.mark.skipif(MINOR < 32, reason="not run with this vLLM yet"),
 ]
 OF_ITS_OWN = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 """The engine has a process and a loop of its own, as in a server, and waits there for requests and questions."""

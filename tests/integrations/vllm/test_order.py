@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
 from kvferry import Blocks, EngineSpec, Group, GroupKind, Interval, router_reference
@@ -23,10 +22,10 @@ from kvferry.geometry.tensors import Holding
 from kvferry.integrations.vllm import worker as worker_module
 from kvferry.integrations.vllm.device import EVERY_STEP, DeviceSteps, Event, arrival_fence, steps_of
 from kvferry.integrations.vllm.params import REFERENCE, TRACEPARENT
-from kvferry.integrations.vllm.scheduler import ConnectorScheduler
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
 from kvferry.integrations.vllm.worker import ConnectorWorker
 from kvferry.testing import Fabric
+from tests.integrations.vllm.played_reader import bound, scheduler_of
 from tests.integrations.vllm.played_setup import BLOCKS, GROUP, RANKS, TOKENS, of_text, setup_of, to_read
 from tests.support.waiting import until
 
@@ -67,7 +66,8 @@ class Prefill:
     def __init__(self, fabric: Fabric, streams: list[Stream] | None, *, caches_prefixes: bool = False) -> None:
         spec = EngineSpec("prefill", (GROUP,), RANKS)
         setup = setup_of(fabric, spec, serves=True, caches_prefixes=caches_prefixes)
-        self.scheduler = ConnectorScheduler(setup)
+        self.scheduler = scheduler_of(setup)
+        self.cache = bound(self.scheduler)
         self.streams = streams
         self.memory = [torch.zeros((BLOCKS, 1, TOKENS, 16), dtype=torch.uint8) for _ in range(RANKS)]
         self.workers = [ConnectorWorker(setup, rank) for rank in range(RANKS)]
@@ -135,8 +135,7 @@ class Prefill:
         return found
 
     def finish(self, request: Any, *blocks: int) -> str:
-        kept, params = self.scheduler.finished(request, (list(blocks),))
-        assert kept == (len(blocks) == 1)
+        params = self.scheduler.finished(request, (list(blocks),))
         assert params
         return str(params[REFERENCE])
 
@@ -214,13 +213,13 @@ def test_a_request_is_published_when_the_slowest_rank_has_computed_it(
     streams[0].run()
     prefill.leave(first)
     reference = prefill.finish(request, 5)
-    assert prefill.scheduler.has_work()
+    assert prefill.scheduler._publishes
     prefill.leave(prefill.step())
     assert prefill.announced == ["publish []"]
     streams[1].run()
     prefill.leave(prefill.step())
     assert prefill.announced == ["publish []", "publish_more ['0']"]
-    assert not prefill.scheduler.has_work()
+    assert not prefill.scheduler._publishes
     assert bool((read(fabric, reference) == 77).all())
 
 
@@ -283,7 +282,7 @@ def test_publication_on_a_cpu_does_not_wait(fabric: Fabric) -> None:
     request = prefill.request("r")
     prefill.step("r", 5, 77)
     reference = prefill.finish(request, 5)
-    assert not prefill.scheduler.has_work()
+    assert not prefill.scheduler._publishes
     assert prefill.step() == []
     assert bool((read(fabric, reference) == 77).all())
     prefill.close()
@@ -298,9 +297,8 @@ def test_a_part_of_a_prompt_is_published_when_every_rank_has_computed_it(
         monkeypatch.setattr(worker_module, "steps_of", lambda _: DeviceSteps(None))
     prefill = Prefill(fabric, streams if device else None)
     watched(prefill, monkeypatch)
-    pool = BlockPool(BLOCKS, False, TOKENS)
-    blocks = [block.block_id for block in pool.get_new_blocks(3)]
-    prefill.scheduler.bind(pool, lambda _: (blocks,))
+    pool = prefill.cache.pool
+    prefill.cache.blocks = blocks = [block.block_id for block in pool.get_new_blocks(3)]
     reference = router_reference(fabric.address, "prefill")
     request = prefill.request("r", reference, 3 * TOKENS)
     for number, block in enumerate(blocks[:2]):
@@ -340,10 +338,10 @@ def test_a_step_of_a_cpu_has_ended_when_it_has_run() -> None:
     """vLLM may begin the next one first."""
     steps = DeviceSteps(None)
     steps.begun(1)
-    assert (steps.computed(), steps.ended()) == (EVERY_STEP, 0)
+    assert steps.done() == (EVERY_STEP, 0)
     steps.queued(1)
     steps.begun(2)
-    assert steps.ended() == 1
+    assert steps.done().ended == 1
 
 
 def test_a_step_that_vllm_never_ends_has_ended_when_the_next_begins() -> None:
@@ -352,15 +350,15 @@ def test_a_step_that_vllm_never_ends_has_ended_when_the_next_begins() -> None:
     steps = DeviceSteps(stream.record)
     steps.begun(1)
     steps.begun(2)
-    assert steps.computed() == 0
+    assert steps.done().computed == 0
     stream.run()
-    assert (steps.computed(), steps.ended()) == (1, 1)
+    assert steps.done() == (1, 1)
 
 
 def test_steps_are_computed_at_once_on_the_host_and_by_stream_events_on_a_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert steps_of([torch.zeros(1)]).computed() == EVERY_STEP
+    assert steps_of([torch.zeros(1)]).done().computed == EVERY_STEP
     stream = Stream()
     used: list[Any] = []
 
@@ -381,9 +379,9 @@ def test_steps_are_computed_at_once_on_the_host_and_by_stream_events_on_a_device
     tensor: Any = SimpleNamespace(device=device)
     steps = steps_of([tensor])
     steps.queued(1)
-    assert steps.computed() == 0
+    assert steps.done().computed == 0
     stream.run()
-    assert (steps.computed(), used) == (1, [device])
+    assert (steps.done().computed, used) == (1, [device])
 
 
 @pytest.mark.parametrize(
@@ -430,14 +428,19 @@ def test_engine_that_only_publishes_reads_nothing_and_logs_a_warning(
     request = prefill.request("r")
     prefill.leave(prefill.step("r", 5, 77))
     reference = prefill.finish(request, 5)
-    producer = ConnectorScheduler(setup_of(fabric, EngineSpec("producer", (GROUP,)), serves=True, reads=False))
+    producer = scheduler_of(setup_of(fabric, EngineSpec("producer", (GROUP,)), serves=True, reads=False))
     for request_id in ("reader", "another"):
         asked = to_read(reference, 2 * TOKENS)
         asked.request_id = request_id
         producer.on_new_request(asked)
         assert producer.matched_tokens(asked, 0) == (0, False)
         producer.allocated(request_id, ([1, 2],), 0)
-    until(lambda: "r" in prefill.scheduler.step({}).sent)
+
+    def freed() -> bool:
+        prefill.scheduler.step({})
+        return bool(prefill.cache.pool.blocks[5].ref_cnt == 0)
+
+    until(freed)
     stats = producer.take_stats()
     assert stats is not None
     assert stats.data == {"not_granted": 2}
@@ -452,10 +455,8 @@ def test_engine_that_only_publishes_reads_nothing_and_logs_a_warning(
 def test_engine_takes_its_own_publication_from_its_prefix_cache(fabric: Fabric, *, routed: bool) -> None:
     """One engine is prefill and decode of a request (kv_both behind a router that takes turns)."""
     prefill = Prefill(fabric, None, caches_prefixes=True)
-    scheduler = prefill.scheduler
-    pool = BlockPool(BLOCKS, False, TOKENS)
-    blocks = [block.block_id for block in pool.get_new_blocks(2)]
-    scheduler.bind(pool, lambda _: (blocks,))
+    scheduler, pool = prefill.scheduler, prefill.cache.pool
+    prefill.cache.blocks = blocks = [block.block_id for block in pool.get_new_blocks(2)]
     reference = router_reference(fabric.address, "prefill") if routed else ""
     request = prefill.request("r", reference, 2 * TOKENS)
     request.num_computed_tokens = 0
@@ -463,7 +464,7 @@ def test_engine_takes_its_own_publication_from_its_prefix_cache(fabric: Fabric, 
     if not routed:
         prefill.step("r", blocks[1], 77)
         request.num_computed_tokens = 2 * TOKENS
-        _, params = scheduler.finished(request, (blocks,))
+        params = scheduler.finished(request, (blocks,))
         assert params is not None
         reference = str(params[REFERENCE])
     reader = to_read(reference, 2 * TOKENS + 3)
@@ -499,14 +500,11 @@ def test_prefill_engine_rests_without_readers_and_frees_released_blocks_when_vll
     """It runs no steps for its unread publications. vLLM has their blocks before it looks for some, and before it
     resets its prefix cache for a pause: it asks for work first."""
     prefill = Prefill(fabric, None)
-    scheduler = prefill.scheduler
-    pool = BlockPool(BLOCKS, False, TOKENS)
-    blocks = [block.block_id for block in pool.get_new_blocks(1)]
-    scheduler.bind(pool, lambda _: (blocks,))
+    scheduler, pool = prefill.scheduler, prefill.cache.pool
+    prefill.cache.blocks = blocks = [block.block_id for block in pool.get_new_blocks(1)]
     request = prefill.request("r")
     prefill.leave(prefill.step("r", blocks[0], 77))
-    kept, params = scheduler.finished(request, (blocks,))
-    assert not kept
+    params = scheduler.finished(request, (blocks,))
     assert params is not None
     pool.free_blocks(pool.blocks[block] for block in blocks)
     assert pool.get_num_free_blocks() == BLOCKS - 2
@@ -535,12 +533,11 @@ def test_trace_goes_through_prefill_beside_the_reference(fabric: Fabric, header:
         traced.trace_headers = {"traceparent": traceparent} if header else None
         if not header:
             traced.kv_transfer_params[TRACEPARENT] = traceparent
-        kept, params = prefill.scheduler.finished(traced, ([3],))
-        assert kept
+        params = prefill.scheduler.finished(traced, ([3],))
         assert params is not None
         assert params[TRACEPARENT] == traceparent
         untraced.kv_transfer_params[TRACEPARENT] = 17
-        _, params = prefill.scheduler.finished(untraced, ([4],))
+        params = prefill.scheduler.finished(untraced, ([4],))
         assert params is not None
         assert TRACEPARENT not in params
     finally:

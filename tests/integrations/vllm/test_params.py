@@ -11,6 +11,7 @@ from kvferry import router_reference
 from kvferry._wire.reference import format_reference, parse_reference
 from kvferry.engine import ReadEnd
 from kvferry.errors import BadReference
+from kvferry.integrations.vllm.loads import log_failure
 from kvferry.integrations.vllm.params import (
     PUBLISH_AS,
     REFERENCE,
@@ -19,7 +20,6 @@ from kvferry.integrations.vllm.params import (
     read_reference,
     traceparent_of,
 )
-from kvferry.integrations.vllm.sources import log_failure
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 

@@ -347,10 +347,10 @@ def test_engine_without_requests_is_woken_by_a_question(fabric: Fabric) -> None:
     """vLLM looks for work then, and runs steps until the devices have ended what is published."""
     cache = Cache(fabric)
     cache.compute(TEXT)
-    scheduler = ConnectorScheduler(cache.setup)
-    scheduler._registered = {0}
     woken = threading.Event()
-    scheduler.bind_cache(cache.cache, cast(Engine, SimpleNamespace(wake=woken.set, paused=lambda: False)))
+    engine = SimpleNamespace(wake=woken.set, paused=lambda: False)
+    scheduler = ConnectorScheduler(cache.setup, cache.cache, cast(Engine, engine))
+    scheduler._registered = {0}
     scheduler.step({"r1": len(TEXT)})
     assert not scheduler.has_work()
     with fabric.client() as client:

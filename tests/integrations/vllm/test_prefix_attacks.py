@@ -120,11 +120,10 @@ def test_engine_that_is_to_pause_holds_nothing_more(fabric: Fabric) -> None:
     """vLLM completes a pause when there is no work, and it is an error then if blocks are held."""
     cache = Cache(fabric)
     cache.compute(TEXT)
-    scheduler = ConnectorScheduler(cache.setup)
-    scheduler._registered = {0}
     paused: list[bool] = []
     engine = SimpleNamespace(wake=lambda: None, paused=lambda: bool(paused))
-    scheduler.bind_cache(cache.cache, cast(Engine, engine))
+    scheduler = ConnectorScheduler(cache.setup, cache.cache, cast(Engine, engine))
+    scheduler._registered = {0}
     scheduler.collect(WorkerNews(steps={0: StepsDone(1, 1)}))
     with fabric.client() as client:
         worker = WorkerPort(client, cache.setup.spec, 0)

@@ -15,7 +15,7 @@ from kvferry.errors import PublicationTimeout
 from kvferry.integrations.vllm.params import PREFIX_SOURCE
 from kvferry.integrations.vllm.scheduler import ConnectorScheduler
 from kvferry.testing import Fabric
-from tests.integrations.vllm.played_reader import bound, counted, hinted, matched
+from tests.integrations.vllm.played_reader import bound, counted, hinted, matched, scheduler_of
 from tests.integrations.vllm.played_setup import TOKENS, prefill
 from tests.support.waiting import until
 
@@ -95,7 +95,7 @@ def test_miss_is_computed(source: EngineSession, decode: Callable[..., Connector
     scheduler.allocated("reader", ([1],), 0)
     assert not scheduler._loads
     assert counted(scheduler) == {"prefixes_asked": 1, "prefixes_missed": 1}
-    assert scheduler.finished(request, ([1],)) == (False, None)
+    assert scheduler.finished(request, ([1],)) is None
 
 
 @pytest.mark.parametrize("hit", [True, False])
@@ -194,15 +194,6 @@ def test_engine_does_not_ask_itself(decode: Callable[..., ConnectorScheduler]) -
     assert counted(scheduler) == {}
 
 
-def test_engine_without_vllms_cache_asks_nobody(
-    source: EngineSession, decode: Callable[..., ConnectorScheduler]
-) -> None:
-    """vLLM 0.31 and older do not hand it over."""
-    scheduler = decode()
-    scheduler.on_new_request(hinted(source.engine_reference))
-    assert counted(scheduler) == {}
-
-
 @pytest.mark.parametrize("aborted", [False, True])
 def test_read_that_fails_is_computed_whatever_the_policy(
     source: EngineSession, decode: Callable[..., ConnectorScheduler], *, aborted: bool
@@ -246,7 +237,7 @@ def test_aborted_request_withdraws_its_question(
     scheduler.on_new_request(request)
     [question] = source.questions(timeout=5)
     request.status = RequestStatus.FINISHED_ABORTED
-    assert scheduler.finished(request, ([],)) == (False, None)
+    assert scheduler.finished(request, ([],)) is None
     assert not scheduler._loads
     until(lambda: not question.open)
 
@@ -258,13 +249,12 @@ def test_answer_names_the_engine_that_has_the_prompt_now(fabric: Fabric, *, aske
     from tests.integrations.vllm.played_setup import GROUP, setup_of
 
     setup = setup_of(fabric, EngineSpec("decode", (GROUP,)), serves=serves, caches_prefixes=True)
-    scheduler = ConnectorScheduler(setup)
-    bound(scheduler)
+    scheduler = scheduler_of(setup)
     request = hinted("")
     if not asked:
         request.kv_transfer_params = {}
     request.status = RequestStatus.FINISHED_STOPPED
-    kept, params = scheduler.finished(request, ([1],))
-    assert not kept
-    assert params == ({PREFIX_SOURCE: scheduler._port.engine_reference} if asked and serves else None)
+    assert scheduler.finished(request, ([1],)) == (
+        {PREFIX_SOURCE: scheduler._port.engine_reference} if asked and serves else None
+    )
     scheduler.close()

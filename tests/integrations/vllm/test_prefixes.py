@@ -18,7 +18,7 @@ from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.timeout(600),
-    pytest.mark.skipif(MINOR < 32, reason="this vLLM gives connectors no cache manager"),
+    pytest.mark.skipif(MINOR < 32, reason="not run with this vLLM yet"),
 ]
 BLOCK = 32
 OF_ITS_OWN = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}

@@ -12,12 +12,12 @@ from typing import Any, cast
 import pytest
 from vllm.v1.request import RequestStatus
 
-from kvferry import Blocks, Group, GroupKind
+from kvferry import Group, GroupKind
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import RouterKeyUsed, WrongState
 from kvferry.integrations.vllm.device import EVERY_STEP
 from kvferry.integrations.vllm.groups import BlockTable
-from kvferry.integrations.vllm.outgoing import BlockHold
+from kvferry.integrations.vllm.holds import BlockHolds
 from kvferry.integrations.vllm.params import REFERENCE
 from kvferry.integrations.vllm.sending import STUCK
 from tests.integrations.vllm.played_prefill import BLOCKS, FULL, TOKENS, WINDOW, Prefill, made
@@ -43,15 +43,12 @@ def test_step_publishes_the_blocks_that_it_has_filled(prefill: Prefill) -> None:
     # The last block, which is not full, comes with the end.
     assert prefill.port.take() == [("more", {"full": (12, 14)}, "last", 1)]
     assert params[REFERENCE] == "canonical-1"
-    # The engine takes no rest before its workers are told of them.
-    assert prefill.sending.unsummed
-    assert [(sum.publication, sum.last) for sum in prefill.sending.take_sums()] == [(1, False), (1, False), (1, True)]
-    assert not prefill.sending.unsummed
+    assert [(sum.publication, sum.last) for sum in prefill.sums] == [(1, False), (1, False), (1, True)]
     assert prefill.counts == ["published"]
     # vLLM has freed the request, and its blocks are there until they are released.
     assert prefill.used == 4
     assert prefill.sending.holding
-    assert prefill.release(1) == set()
+    prefill.release(1)
     assert not prefill.sending.holding
 
 
@@ -358,34 +355,6 @@ def test_stuck_requests_are_withdrawn_one_after_the_other(prefill: Prefill) -> N
         prefill.release(number, outcome=ReleaseOutcome.ABORTED)
 
 
-def test_vllm_without_its_pool_publishes_once_at_the_end() -> None:
-    """Without the pool, blocks cannot be held over a preemption. vLLM keeps those of the finished request."""
-    prefill = Prefill(bound=False)
-    request = prefill.request("r", 14)
-    prefill.run(request, 9)
-    prefill.run(request, 5)
-    assert prefill.port.take() == []
-    prefill.finish(request)
-    reference = request.kv_transfer_params[REFERENCE]
-    assert prefill.port.take() == [("publish", {"full": (0, 14)}, "last", reference)]
-    assert prefill.used == 4
-    assert prefill.release(1) == {"r"}
-
-
-@pytest.mark.parametrize("params", [{}, {REFERENCE: ""}], ids=["routed", "not-routed"])
-def test_a_request_that_came_before_the_pool_keeps_its_blocks_until_they_are_released(params: dict[str, str]) -> None:
-    """Nothing is held of it here, so vLLM must not free it."""
-    prefill = Prefill(bound=False)
-    request = prefill.request("r", 10, **params)
-    prefill.sending.bind(prefill.pool, prefill.ids)
-    prefill.run(request, 10)
-    assert prefill.finish(request) is not None
-    assert prefill.used == 3
-    assert prefill.release(1) == {"r"}
-    prefill.free_blocks(request)
-    prefill.check_freed()
-
-
 def test_blocks_that_a_drafter_may_write_again_are_not_published() -> None:
     """A drafter of several modules: its cache of the last tokens is not final, and vLLM does not cache it either."""
     prefill = Prefill(rewritten=2)
@@ -408,9 +377,9 @@ def test_a_request_id_is_used_again_while_its_blocks_are_held(prefill: Prefill) 
     prefill.run(second, 6)
     prefill.finish(second)
     assert prefill.used == 6
-    assert prefill.release(1) == set()
+    prefill.release(1)
     assert prefill.used == 2
-    assert prefill.release(2) == set()
+    prefill.release(2)
 
 
 def test_blocks_stay_in_the_prefix_cache_while_they_are_held() -> None:
@@ -430,15 +399,16 @@ def test_blocks_stay_in_the_prefix_cache_while_they_are_held() -> None:
     assert prefill.used == 0
 
 
-def test_a_hold_frees_its_blocks_once(prefill: Prefill) -> None:
-    """Even if it is freed again when somebody else has them."""
-    hold = BlockHold(prefill.pool)
+def test_blocks_of_several_publications_are_held_until_the_last_drops_them(prefill: Prefill) -> None:
+    holds = BlockHolds(prefill.pool)
     blocks = prefill.pool.get_new_blocks(3)
-    hold.add({"full": Blocks([block.block_id for block in blocks])})
-    hold.drop({"full": Blocks([blocks[0].block_id])})
-    assert [block.ref_cnt for block in blocks] == [1, 2, 2]
-    hold.free()
-    hold.free()
+    ids = [block.block_id for block in blocks]
+    holds.add(ids[:2])
+    assert holds.with_more(ids) == 3
+    holds.add(ids)
+    holds.drop(ids[:2])
+    assert [block.ref_cnt for block in blocks] == [2, 2, 2]
+    holds.drop(ids)
     assert [block.ref_cnt for block in blocks] == [1, 1, 1]
     prefill.pool.free_blocks(blocks)
 

@@ -76,7 +76,7 @@ def test_publications_whose_blocks_are_refused_are_withdrawn(error: KvferryError
     prefill.ended(last, 1)
     assert prefill.port.take() == [("abort", 1), ("abort", 2)]
     assert not prefill.sending.waiting
-    assert prefill.sending.take_sums() == []
+    assert prefill.sums == []
     for number in (1, 2):
         prefill.release(number, outcome=ReleaseOutcome.ABORTED)
     prefill.check_freed()

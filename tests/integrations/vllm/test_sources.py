@@ -8,8 +8,8 @@ from typing import Any
 
 from kvferry._wire.reference import format_reference
 from kvferry.errors import EngineUnknown
-from kvferry.integrations.vllm import sources
-from kvferry.integrations.vllm.sources import NewSources
+from kvferry.integrations.remembered import MOST
+from kvferry.integrations.vllm.loads import NewSources
 from kvferry.integrations.vllm.values import StepMetadata
 from kvferry.integrations.vllm.worker import MAX_WARMING, WARM_TIMEOUT, ConnectorWorker
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -41,11 +41,11 @@ def test_reference_without_a_source_is_left_to_the_read() -> None:
 
 def test_sources_that_are_remembered_are_bounded() -> None:
     found = NewSources()
-    for number in range(sources.MOST + 2):
+    for number in range(MOST + 2):
         found.see(reference(f"prefill-{number}"))
-    assert len(found._seen) == sources.MOST
+    assert len(found._seen) == MOST
     found.take()
-    found.see(reference(f"prefill-{sources.MOST}"))
+    found.see(reference(f"prefill-{MOST}"))
     assert found.take() == []
     found.see(reference("prefill-0"))
     assert found.take() == [reference("prefill-0")]

@@ -13,7 +13,9 @@ from vllm.v1.request import RequestStatus
 
 from kvferry import Blocks, EngineSpec, router_reference
 from kvferry.integrations.vllm.scheduler import LEAST_TIME, ConnectorScheduler
+from kvferry.integrations.vllm.values import WorkerNews
 from kvferry.testing import Fabric
+from tests.integrations.vllm.played_reader import scheduler_of
 from tests.integrations.vllm.played_setup import GROUP, TOKENS, prefill, setup_of, to_read
 from tests.support.waiting import until
 
@@ -128,7 +130,7 @@ def test_samples_that_wait_in_vain_wait_together(fabric: Fabric, monkeypatch: py
     """A sample that followed another one has what is left of the time since its arrival, not all of it again."""
     at = [100.0]
     setup = setup_of(fabric, EngineSpec("decode", (GROUP,)), serves=False, caches_prefixes=True)
-    scheduler = ConnectorScheduler(setup, now=lambda: at[0])
+    scheduler = scheduler_of(setup, now=lambda: at[0])
     asked: list[float] = []
     monkeypatch.setattr(scheduler._port, "acquire", lambda *_, timeout, **__: asked.append(timeout))
     reference = router_reference(fabric.address, "prefill")
@@ -145,10 +147,28 @@ def test_samples_that_wait_in_vain_wait_together(fabric: Fabric, monkeypatch: py
     scheduler.close()
 
 
+def test_workers_have_no_orders_before_all_of_them_are_registered(fabric: Fabric) -> None:
+    """Until then they cannot read."""
+    scheduler = scheduler_of(setup_of(fabric, EngineSpec("decode", (GROUP,), 2), serves=False))
+    with fabric.client() as client:
+        reference = prefill(client).publish("r", {"0": Blocks([1])}).reference
+        reader = to_read(reference, TOKENS + 1)
+        scheduler.on_new_request(reader)
+        until(lambda: scheduler.matched_tokens(reader, 0) == (TOKENS, True))
+        scheduler.allocated("reader", ([3],), TOKENS)
+        for rank in range(2):
+            step = scheduler.step({})
+            assert (step.token, step.warms, step.starts) == (str(scheduler._port.token), [], [])
+            scheduler.collect(WorkerNews(registered={rank}))
+        step = scheduler.step({})
+        assert (step.token, step.warms, len(step.starts)) == ("", [reference], 1)
+    scheduler.close()
+
+
 def test_request_with_all_blocks_neither_waits_for_prefill_nor_fails_with_it(fabric: Fabric) -> None:
     """vLLM's prefix cache has all but the last token, which decode computes in any case."""
     setup = setup_of(fabric, EngineSpec("decode", (GROUP,)), serves=False, caches_prefixes=True)
-    scheduler = ConnectorScheduler(setup)
+    scheduler = scheduler_of(setup)
     for reference in (router_reference(fabric.address, "prefill"), "kvf1.damaged"):
         reader = to_read(reference, 2 * TOKENS + 1)
         scheduler.on_new_request(reader)
@@ -162,7 +182,7 @@ def test_request_with_all_blocks_neither_waits_for_prefill_nor_fails_with_it(fab
 @pytest.mark.parametrize("ends", ["aborted", "computed"])
 def test_requests_of_one_reference_end_without_a_prefix_cache(fabric: Fabric, ends: str) -> None:
     """Each is read. An exception in a step would end the engine, and any client may send a request twice."""
-    scheduler = ConnectorScheduler(setup_of(fabric, EngineSpec("decode", (GROUP,)), serves=False))
+    scheduler = scheduler_of(setup_of(fabric, EngineSpec("decode", (GROUP,)), serves=False))
     reference = router_reference(fabric.address, "prefill")
     readers = [to_read(reference, TOKENS + 1, f"r{index}") for index in range(2)]
     for reader in readers:

@@ -9,17 +9,67 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.common import kv_to_page_indices
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from kvferry import Blocks, MissReason, Prompt, Publication, Question
 from kvferry.errors import KvferryError
-from kvferry.integrations.sglang.cached import Held, RadixLookup, RadixPrefixes, spare_tokens
 from kvferry.integrations.sglang.manager import KvferryManager
 
 logger = logging.getLogger(__name__)
 
 MOST_TOKENS = 1 << 18
 """Tokens after which a step leaves further questions to the next one; a question has at most about as many."""
+
+
+def spare_tokens(scheduler: Any) -> int:
+    """Return for how many tokens SGLang has room beside a prompt that it computes in parts; less than 0: not even for
+    that. SGLang counts the room for such a prompt once, computes each part whether there is room or not, and ends if
+    there is none (``PrefillBudget.available_chunk_tokens``; 0.5.23)."""
+    tree, chunked = scheduler.tree_cache, scheduler.chunked_req
+    needed = 0 if chunked is None else len(chunked.origin_input_ids) + int(tree.page_size)
+    return int(scheduler.token_to_kv_pool_allocator.available_size() + tree.evictable_size()) - needed
+
+
+def keeps_pages(tree: Any) -> bool:
+    """Return whether SGLang's cache keeps pages, and only on the device: one that is moved to and from host memory or
+    another store may still be on its way."""
+    simple = type(tree) in (RadixCache, UnifiedRadixCache) and tree.supports_prefix_sharing()
+    return bool(simple and tree.cache_controller is None and getattr(tree, "linker", None) is None)
+
+
+@dataclass(frozen=True, slots=True)
+class RadixLookup:
+    """A prompt that every rank looks up.
+
+    Attributes:
+        number: of the lookup.
+        tokens: token ids, as SGLang keeps them.
+        namespace: SGLang's ``extra_key`` of the requests that share such a cache; None: without one.
+        first_token: what lies before it is not asked for.
+    """
+
+    number: int
+    tokens: array[int]
+    namespace: str | None
+    first_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the cache has of a prompt from its first token on, in whole pages, and SGLang's lock on it.
+
+    Attributes:
+        slots: of each token, in the pool of full attention, on SGLang's device.
+        pages: of all tokens, in the pool of full attention.
+    """
+
+    slots: Any
+    pages: npt.NDArray[np.int64]
+    lock: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +96,21 @@ class _RadixAnswer:
 class RadixAnswers:
     """Answers questions on all ranks of prefill: rank 0 has them, and publishes.
 
-    `scheduler` is SGLang's. Without a cache that can be looked up, every question is a miss.
+    Every rank makes the same calls of SGLang's radix cache in the same order, since each changes what SGLang evicts
+    next, which must be the same on all ranks. Without a cache that `keeps_pages`, every question is a miss.
+
+    `scheduler` is SGLang's.
     """
 
     def __init__(self, scheduler: Any, manager: KvferryManager) -> None:
         self._scheduler = scheduler
         self._manager = manager
-        self._prefixes = RadixPrefixes.of(
-            scheduler.tree_cache, manager.pools.groups[0].num_blocks, manager.prefix_share
-        )
+        self._tree = scheduler.tree_cache
+        self._possible = manager.prefix_share > 0 and keeps_pages(self._tree)
+        pages = manager.pools.groups[0].num_blocks
+        self._most = int(pages * manager.prefix_share)
+        self._holders = np.zeros(pages, np.int64)
+        """How many held prompts have each page. Thousands may have the same beginning."""
         self._held: dict[int, Held] = {}
         """By the number of the lookup; the same on all ranks."""
         self._number = 0
@@ -103,7 +159,7 @@ class RadixAnswers:
         """Return what the ranks shall look up for a question; None: it is answered."""
         prompt = question.prompt
         namespace = self._manager.adapters.get(prompt.adapter) if prompt.adapter else None
-        if self._prefixes is None or (prompt.adapter and namespace is None):
+        if not self._possible or (prompt.adapter and namespace is None):
             self._manager.port.miss(question, MissReason.UNSUPPORTED)
             return None
         self._number += 1
@@ -160,16 +216,13 @@ class RadixAnswers:
 
     def run(self, step: AnswerStep) -> None:
         """Do what rank 0 has decided. SGLang calls this for the step as for a request."""
-        prefixes = self._prefixes
-        if prefixes is None:
-            return
         for number in step.freed:
-            prefixes.free(self._held.pop(number))
+            self._free(self._held.pop(number))
         for lookup in step.lookups:
             # A paused engine may get other weights, and empties its cache first.
-            held = MissReason.BUSY if self._scheduler._engine_paused else prefixes.hold(lookup)
+            held = MissReason.BUSY if self._scheduler._engine_paused else self._hold(lookup)
             if isinstance(held, Held) and spare_tokens(self._scheduler) < 0:
-                prefixes.free(held)
+                self._free(held)
                 held = MissReason.BUSY
             if isinstance(held, Held):
                 self._held[lookup.number] = held
@@ -177,6 +230,26 @@ class RadixAnswers:
                 self._answer(lookup.number, held)
         if self._manager.leader:
             self._publish()
+
+    def _hold(self, lookup: RadixLookup) -> Held | MissReason:
+        """Look up a prompt, and hold what the cache has of it, if that reaches behind the first token wanted. SGLang
+        does not evict the pages until `_free`."""
+        match = self._tree.match_prefix(MatchPrefixParams(key=RadixKey(lookup.tokens, lookup.namespace)))
+        tokens = int(match.device_prefix_len)
+        if tokens <= lookup.first_token:
+            return MissReason.NOT_CACHED
+        slots = self._tree.path_device_indices(match.last_device_node)[:tokens]
+        # Waits for the device, as SGLang does for the pages of each request that it sends.
+        pages = kv_to_page_indices(slots, self._tree.page_size).astype(np.int64)
+        if np.count_nonzero(self._holders) + np.count_nonzero(self._holders[pages] == 0) > self._most:
+            return MissReason.BUSY
+        self._holders[pages] += 1
+        return Held(slots, pages, self._tree.lock(match.last_device_node))
+
+    def _free(self, held: Held) -> None:
+        """Let SGLang evict the pages, unless others hold them."""
+        self._holders[held.pages] -= 1
+        self._tree.unlock(held.lock)
 
 
 def _tokens(prompt: Prompt) -> array[int]:

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 from kvferry import parse_address, router_reference
 from kvferry.errors import KvferryError
+from kvferry.integrations.remembered import remember
 
 logger = logging.getLogger(__name__)
 
@@ -249,10 +250,8 @@ class Sources:
         error = asked.exception()
         if error is None:
             del self._asked[address]
-            if len(self._known) >= MAX_KNOWN:
-                del self._known[next(iter(self._known))]
-            self._known[address] = asked.result()
-            return self._known[address], ""
+            remember(self._known, address, asked.result(), MAX_KNOWN)
+            return asked.result(), ""
         if time.monotonic() - since >= AGAIN:
             del self._asked[address]
         return None, f"{type(error).__name__}: {error}"

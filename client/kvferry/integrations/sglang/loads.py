@@ -14,9 +14,9 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from kvferry import Blocks, Prompt
-from kvferry.engine import Grant, ReadEnd, SchedulerPort, WorkerOutput
+from kvferry.engine import Grant, ReadEnd, SchedulerPort
 from kvferry.errors import KvferryError
-from kvferry.integrations.sglang.cached import spare_tokens
+from kvferry.integrations.sglang.answers import keeps_pages, spare_tokens
 from kvferry.integrations.sglang.manager import PREFIX_SOURCE, KvferryManager
 from kvferry.integrations.sglang.pools import FULL
 
@@ -102,8 +102,7 @@ class RadixLoads:
     def possible(scheduler: Any, manager: KvferryManager) -> bool:
         """Whether SGLang's cache takes what was read."""
         tree = scheduler.tree_cache
-        simple = type(tree) is UnifiedRadixCache and tree.supports_prefix_sharing() and not manager.pools.window
-        return simple and tree.cache_controller is None and tree.linker is None
+        return type(tree) is UnifiedRadixCache and keeps_pages(tree) and not manager.pools.window
 
     @property
     def holding(self) -> bool:
@@ -249,7 +248,8 @@ class RadixLoads:
         if step.reports:
             outputs = self._manager.gathered(self._worker.finished())
             if self._manager.leader:
-                self._collect(outputs)
+                for output in outputs:
+                    self._port.collect(output)
         for number in step.failed:
             self._loads[number].waits = False
         for number, counts in step.ends:
@@ -264,11 +264,6 @@ class RadixLoads:
                 logger.warning("a prefix could not be read: %s: %s", type(error).__name__, error)
         for read_id in step.cancels:
             self._worker.cancel(read_id)
-
-    def _collect(self, outputs: list[WorkerOutput]) -> None:
-        for output in outputs:
-            if output:
-                self._port.collect(output)
 
     def _make_room(self, number: int, end: int) -> None:
         """Take pages for a load, if there is room."""

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
+from types import SimpleNamespace
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
@@ -24,9 +25,10 @@ from kvferry import Blocks, Cache, Client, EngineSpec, Prompt, Publication, Read
 from kvferry.engine import WorkerOutput, WorkerPort
 from kvferry.errors import InvalidField, KvferryError
 from kvferry.integrations.identity import cache_identity
+from kvferry.integrations.remembered import remember
 from kvferry.integrations.sglang.aux_rows import AuxRows
 from kvferry.integrations.sglang.bootstrap import Source, Sources, register_source, room_is_usable
-from kvferry.integrations.sglang.hooks import MAKES_RECEIVERS, MAKES_SENDERS, holds_until_quiet, tells_prompts
+from kvferry.integrations.sglang.hooks import MAKES_RECEIVERS, MAKES_SENDERS, holds_until_quiet, is_hooked
 from kvferry.integrations.sglang.pools import FULL, Pools, describe_pools
 from kvferry.integrations.sglang.settings import Settings, check_supported
 from kvferry.stats import METRICS
@@ -47,9 +49,6 @@ SHOWN = "reads.outcomes", "reads.failures", "reads.prompts", "ranks.bytes", "sou
 
 PREFIX_SOURCE = "kvferry_prefix_source"
 """The field of a request's ``custom_params``, and of its answer's ``meta_info``, with the engine reference."""
-
-MOST_ADAPTERS = 1024
-"""Most remembered LoRA adapters. The prompts of one that was forgotten are not looked up."""
 
 Pages = npt.NDArray[np.int32]
 
@@ -102,7 +101,8 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
 
     SGLang reads `kv_args`, its own description of the pools, and `prefill_info_table`, see `_Reachable`. The `leader`
     is rank 0. `adapters` are the names of the loaded LoRA adapters of prefill's latest requests, with SGLang's ids of
-    them. `loads` are the `RadixLoads` of prefill, if it can have any, once its scheduler is made.
+    them; the prompts of one that was forgotten are not looked up. `loads` are the `RadixLoads` of prefill, if it can
+    have any, once its scheduler is made.
     """
 
     enable_deferred_decode_kv_release = True
@@ -114,7 +114,7 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         prefills = mode == "prefill"
         for is_so, does in (
             (prefills or holds_until_quiet(), "holds the pages of failed requests until they are quiet"),
-            (tells_prompts(MAKES_SENDERS if prefills else MAKES_RECEIVERS), "tells the backend each prompt"),
+            (is_hooked(MAKES_SENDERS if prefills else MAKES_RECEIVERS), "tells the backend each prompt"),
         ):
             if not is_so:
                 raise InvalidField("version of SGLang", version("sglang"), f"one whose {mode} {does}, as 0.5.23's")
@@ -255,10 +255,7 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         if not self.leader:
             return
         if adapter:
-            self.adapters.pop(adapter, None)
-            self.adapters[adapter] = request.lora_id
-            if len(self.adapters) > MOST_ADAPTERS:
-                del self.adapters[next(iter(self.adapters))]
+            remember(self.adapters, adapter, request.lora_id)
         if PREFIX_SOURCE in (request.sampling_params.custom_params or ()):
             request.customized_info = {**(request.customized_info or {}), PREFIX_SOURCE: [self.port.engine_reference]}
 
@@ -351,9 +348,5 @@ class _Reachable(dict[str, Any]):
     instance is known.
     """
 
-    class _Instance:
-        dp_size = 1
-        follow_bootstrap_room = True
-
     def get(self, key: str, default: Any = None) -> Any:
-        return self._Instance
+        return SimpleNamespace(dp_size=1, follow_bootstrap_room=True)

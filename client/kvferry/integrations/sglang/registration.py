@@ -14,21 +14,23 @@ from typing import Any
 
 from kvferry.integrations.sglang.hooks import (
     BACKEND,
-    MAKES_RECEIVERS,
-    MAKES_SENDERS,
-    hold_until_quiet,
-    tell_receiver,
-    tell_sender,
-)
-from kvferry.integrations.sglang.stepping import (
     IS_IDLE,
     MAKES_HANDLERS,
+    MAKES_RECEIVERS,
+    MAKES_SENDERS,
+    READ,
     SENDS_TO_RANKS,
     UNLOADS,
-    exchange_prefixes,
+    Waker,
     forget_adapter,
+    hold_until_quiet,
+    is_hooked,
     is_idle,
+    parts,
     send_along,
+    tell_receiver,
+    tell_sender,
+    wakers,
 )
 
 logger = logging.getLogger(__name__)
@@ -100,6 +102,35 @@ def _get_kv_class(original: Callable[..., Any], transfer_backend: Any, class_typ
 def _keep_pools(kv_args: Any, token_to_kv_pool: Any, draft_token_to_kv_pool: Any = None, *_: Any, **__: Any) -> None:
     """Add the pools to the arguments of the manager, which otherwise have only addresses."""
     kv_args.kvferry_pools = (token_to_kv_pool, draft_token_to_kv_pool)
+
+
+def exchange_prefixes(_: None, scheduler: Any, *__: Any, **___: Any) -> None:
+    """Make a scheduler of prefill answer questions, and ask some, if this version of SGLang has what that needs."""
+    queue = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
+    if queue is None or queue.transfer_backend.value != BACKEND:
+        return
+    if not all(map(is_hooked, (SENDS_TO_RANKS, IS_IDLE, UNLOADS))) or not all(
+        hasattr(scheduler, name) for name in READ
+    ):
+        return
+    from sglang.utils import TypeBasedDispatcher
+
+    from kvferry.integrations.sglang.answers import AnswerStep, RadixAnswers
+    from kvferry.integrations.sglang.loads import LoadStep, RadixLoads
+
+    manager = queue.kv_manager
+    answers = RadixAnswers(scheduler, manager)
+    parts[:] = [answers]
+    handlers: list[tuple[type, Any]] = [(AnswerStep, answers.run)]
+    if RadixLoads.possible(scheduler, manager):
+        manager.loads = RadixLoads(scheduler, manager)
+        parts.append(manager.loads)
+        handlers.append((LoadStep, manager.loads.run))
+    scheduler._request_dispatcher += TypeBasedDispatcher(handlers)
+    poller = getattr(scheduler.idle_sleeper, "poller", None)
+    if manager.leader and poller is not None:
+        wakers[:] = [Waker(poller)]
+        manager.port.on_question(wakers[0].wake)
 
 
 def _retract_without_a_device(**_: Any) -> None:

@@ -3,6 +3,7 @@ in each process. And SGLang's own settings that the backend does not support."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from kvferry.errors import InvalidField
 
 LAYER_NAMES = "model.layers.{}.self_attn.attn"
 """vLLM's names of the attention layers of most models."""
+
+MOST_SECONDS = 1e8
+"""The longest timeout of the SDK, about three years."""
 
 STATES = ("swa",)
 """Supported states that SGLang keeps beside the KV cache and hands over, by `StateType`'s values."""
@@ -55,12 +59,12 @@ class Settings:
             engine_id=environment.get("KVFERRY_ENGINE_ID", ""),
             allowed_homes=tuple(filter(None, (home.strip() for home in homes.split(",")))),
             directory=environment.get("KVFERRY_DIRECTORY", ""),
-            read_timeout=_seconds(environment, "KVFERRY_READ_TIMEOUT", "120"),
-            start_timeout=_seconds(environment, "KVFERRY_START_TIMEOUT", "30"),
+            read_timeout=_number(environment, "KVFERRY_READ_TIMEOUT", "120", 0.001, MOST_SECONDS),
+            start_timeout=_number(environment, "KVFERRY_START_TIMEOUT", "30", 0.001, MOST_SECONDS),
             layer_names=layers,
             prompt_check=check,
-            prefix_share=_bounded(environment, "KVFERRY_PREFIX_SHARE", "0.25", 0.0, 1.0),
-            prefix_wait=_bounded(environment, "KVFERRY_PREFIX_WAIT", "0.2", 0.001, 2.0),
+            prefix_share=_number(environment, "KVFERRY_PREFIX_SHARE", "0.25", 0.0, 1.0),
+            prefix_wait=_number(environment, "KVFERRY_PREFIX_WAIT", "0.2", 0.001, 2.0),
             tls=TlsConfig(**tls) if tls else None,
         )
 
@@ -101,23 +105,12 @@ def check_supported(kv_args: Any, parallel: Any, disagg: Any, memory: Any, draft
         raise InvalidField("state beside the KV cache", states, f"one of {STATES}")
 
 
-def _seconds(environment: Mapping[str, str], name: str, default: str) -> float:
-    seconds = _number(environment, name, default)
-    if not 0 < seconds < float("inf"):
-        raise InvalidField(name, environment[name], "seconds, more than 0")
-    return seconds
-
-
-def _bounded(environment: Mapping[str, str], name: str, default: str, least: float, most: float) -> float:
-    found = _number(environment, name, default)
-    if not least <= found <= most:
-        raise InvalidField(name, environment[name], f"a number from {least:g} to {most:g}")
-    return found
-
-
-def _number(environment: Mapping[str, str], name: str, default: str) -> float:
-    """Return the number that a variable has; not a number where it has something else."""
+def _number(environment: Mapping[str, str], name: str, default: str, least: float, most: float) -> float:
+    text = environment.get(name) or default
     try:
-        return float(environment.get(name) or default)
+        found = float(text)
     except ValueError:
-        return float("nan")
+        found = math.nan
+    if not least <= found <= most:
+        raise InvalidField(name, text, f"a number from {least:g} to {most:g}")
+    return found

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +15,7 @@ from kvferry import MissReason, Publication, Question, Release
 from kvferry.engine import SchedulerPort
 from kvferry.errors import KvferryError
 from kvferry.integrations.vllm.cached import Hit, Lookup, PrefixCache
-from kvferry.integrations.vllm.outgoing import ids_of
+from kvferry.integrations.vllm.holds import BlockHolds, ids_of
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.values import Summed
 
@@ -48,34 +47,6 @@ class _Answer:
     publication: Publication | None = None
 
 
-class _Holds:
-    """The blocks of vLLM's pool that answers hold. Thousands of answers may have the same beginning, so a block is held
-    once, until the last of its answers drops it."""
-
-    def __init__(self, pool: Any) -> None:
-        self._pool = pool
-        self._answers = np.zeros(pool.num_gpu_blocks, np.int64)
-        """How many answers have each block."""
-        self._count = 0
-
-    def with_more(self, ids: npt.NDArray[np.int64]) -> int:
-        """Return how many blocks would be held with these."""
-        return self._count + int(np.count_nonzero(self._answers[ids] == 0))
-
-    def add(self, ids: npt.NDArray[np.int64]) -> None:
-        added = ids[self._answers[ids] == 0].tolist()
-        self._answers[ids] += 1
-        self._count += len(added)
-        self._pool.touch([self._pool.blocks[block] for block in added])
-
-    def drop(self, ids: npt.NDArray[np.int64]) -> None:
-        self._answers[ids] -= 1
-        # In reverse, as vLLM frees a request: the prefix cache keeps the beginning of a prompt the longest.
-        left = ids[self._answers[ids] == 0][::-1].tolist()
-        self._count -= len(left)
-        self._pool.free_blocks([self._pool.blocks[block] for block in left])
-
-
 class Answers:
     """Answers questions from vLLM's prefix cache, a bounded number in each step.
 
@@ -83,36 +54,31 @@ class Answers:
     blocks for its prefix cache when it schedules the step that computes them, so an answer is published when that step
     has ended on every rank.
 
-    `count` adds to a count by its name, see `KvferryStats`.
+    `sums` gets the published blocks that integrity mode sums; `count` adds to a count by its name, see `KvferryStats`.
     """
 
-    def __init__(self, setup: Setup, port: SchedulerPort, count: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        port: SchedulerPort,
+        cache: PrefixCache,
+        sums: list[Summed],
+        count: Callable[[str], None],
+    ) -> None:
         self._setup = setup
         self._port = port
+        self._cache = cache
+        self._sums = sums
         self._count = count
-        self._cache: PrefixCache | None = None
-        self._holds: _Holds
-        """Once there is a cache."""
-        self._most = 0
+        self._holds = BlockHolds(cache.pool)
+        share = setup.settings.prefix_share if setup.serves and setup.caches_prefixes else 0
+        self._most = int(cache.pool.num_gpu_blocks * share)
         self._step = 0
         self._ended = 0
         self._open: deque[_Asked] = deque()
         self._found: deque[_Answer] = deque()
         self._published: dict[int, _Answer] = {}
         """By the numbers of their publications."""
-        self._sums: list[Summed] = []
-
-    def bind(self, cache: PrefixCache) -> None:
-        """Take vLLM's prefix cache. Without it, every question is a miss."""
-        if self._setup.serves and self._setup.caches_prefixes:
-            self._cache = cache
-            self._holds = _Holds(cache.pool)
-            self._most = int(cache.pool.num_gpu_blocks * self._setup.settings.prefix_share)
-
-    def see(self, request: Any) -> None:
-        """Remember the LoRA adapter of an arrived request."""
-        if self._cache is not None:
-            self._cache.see(request)
 
     @property
     def possible(self) -> bool:
@@ -123,11 +89,6 @@ class Answers:
     def waiting(self) -> bool:
         """Whether vLLM must run steps for answers."""
         return bool(self._open or self._found)
-
-    @property
-    def unsummed(self) -> bool:
-        """Whether the next step has published blocks to sum."""
-        return bool(self._sums)
 
     @property
     def holding(self) -> bool:
@@ -209,19 +170,14 @@ class Answers:
                 self._holds.drop(answer.ids)
         return others
 
-    def take_sums(self) -> list[Summed]:
-        """Return the blocks that were published since the last call, if integrity mode sums them."""
-        found, self._sums = self._sums, []
-        return found
-
     # Internal.
 
     def _look_up(self, asked: _Asked) -> int:
         """Look up the next chunk of a prompt, and answer if it is the last; return for how many tokens it counts."""
         cache, question = self._cache, asked.question
-        if cache is not None and asked.lookup is None:
+        if self.possible and asked.lookup is None:
             asked.lookup = cache.lookup(question.prompt)
-        if cache is None or asked.lookup is None:
+        if asked.lookup is None:
             self._port.miss(question, MissReason.UNSUPPORTED)
             return LEAST_COST
         hashed = cache.hash(asked.lookup)

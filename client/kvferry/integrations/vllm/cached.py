@@ -1,9 +1,9 @@
-"""Looks up prompts in vLLM's prefix cache."""
+"""vLLM's prefix cache: looks up prompts in it."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -15,14 +15,12 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from kvferry import Prompt
 from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import Blocks
+from kvferry.integrations.remembered import remember
 from kvferry.integrations.vllm.setup import Setup
 
 CHUNK = 2048
 """Tokens that are hashed at a time, at least a block. Hashing ends with the first chunk that is not cached to its end:
 most questions are about prompts that are not, and hashes take longer than anything else here."""
-
-MOST_ADAPTERS = 1024
-"""Most remembered LoRA adapters. The prompts of one that was forgotten are not looked up."""
 
 
 @dataclass(slots=True)
@@ -70,15 +68,18 @@ class PrefixCache:
         self._whole = [table.index for table in setup.tables if not table.forgets][:1]
         """A group that keeps all tokens, if there is one: without its block there is no hit."""
         self._adapters: dict[str, Any] = {}
+        """vLLM's LoRA adapters by name. The prompts of one that was forgotten are not looked up."""
 
     def see(self, request: Any) -> None:
         """Remember the LoRA adapter of an arrived request, of which the hashes include vLLM's path."""
         adapter = request.lora_request
         if adapter is not None:
-            self._adapters.pop(adapter.lora_name, None)
-            self._adapters[adapter.lora_name] = adapter
-            if len(self._adapters) > MOST_ADAPTERS:
-                del self._adapters[next(iter(self._adapters))]
+            remember(self._adapters, adapter.lora_name, adapter)
+
+    def block_ids(self, request_id: str) -> Sequence[Sequence[int]]:
+        """Return the ids of a running request's blocks, by vLLM's groups."""
+        found: tuple[list[int], ...] = self._manager.get_block_ids(request_id)
+        return found
 
     def own(self, request: Any) -> int:
         """Return the number of cached tokens of an arrived request."""

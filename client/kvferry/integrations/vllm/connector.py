@@ -45,9 +45,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._setup = Setup.of(vllm_config, kv_cache_config)
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
-        if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = ConnectorScheduler(self._setup)
-        else:
+        if role is KVConnectorRole.WORKER:
             self._worker = ConnectorWorker(self._setup, RankPlace.of_process().rank)
 
     @classmethod
@@ -65,14 +63,11 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Take vLLM's prefix cache and block pool, to hold blocks that are published while their request is still
-        computed. In versions of vLLM that do not call this, requests are published when they have finished, and no
-        prefixes are asked for or answered."""
+        """Begin with vLLM's prefix cache and block pool, in which published blocks are held. vLLM calls this while it
+        makes the engine, before all that follows."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        scheduler = self._in_scheduler
-        scheduler.bind(kv_cache_manager.block_pool, kv_cache_manager.get_block_ids)
-        # vLLM calls this while it makes the engine.
-        scheduler.bind_cache(PrefixCache(self._setup, kv_cache_manager), engine_in_making())
+        cache = PrefixCache(self._setup, kv_cache_manager)
+        self._scheduler = ConnectorScheduler(self._setup, cache, engine_in_making())
 
     def on_new_request(self, request: Any) -> None:
         """Start to acquire the blocks of a request that has arrived."""
@@ -92,12 +87,13 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Called by engines without the hybrid allocator."""
-        return self._in_scheduler.finished(request, (block_ids,))
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._in_scheduler.finished(request, block_ids)
+        """Return that vLLM may free the blocks, which the connector holds itself, and the ``kv_transfer_params``."""
+        return False, self._in_scheduler.finished(request, block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         return self._in_scheduler.step(scheduler_output.num_scheduled_tokens)
@@ -128,9 +124,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def _step(self) -> StepMetadata:
-        metadata = self._get_connector_metadata()
-        if not isinstance(metadata, StepMetadata):
-            raise InternalError(f"vLLM gave a {type(metadata).__name__} for the step")
+        metadata: StepMetadata = self._get_connector_metadata()
         return metadata
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
@@ -158,10 +152,10 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._in_worker.queued(self._step.step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the transfers that have ended according to the scheduler. Every worker returns the same, as vLLM
+        """Return the reads that have ended according to the scheduler. Every worker returns the same, as vLLM
         expects."""
         step = self._step
-        return KVConnectorTransferResults(set(step.sent), set(step.received), set(step.failed))
+        return KVConnectorTransferResults(set(), set(step.received), set(step.failed))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks of failed reads, which are quiet."""

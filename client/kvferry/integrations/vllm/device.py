@@ -37,6 +37,7 @@ from typing import Any, Protocol
 
 from kvferry.geometry.model import Group, GroupKind
 from kvferry.geometry.tensors import Tensor
+from kvferry.integrations.vllm.values import StepsDone
 
 EVERY_STEP = 2**63 - 1
 """A number above those of all steps, for a rank whose steps have run when vLLM returns from them."""
@@ -83,19 +84,12 @@ class DeviceSteps:
             if event is not None:
                 self._events.append((step, event))
 
-    def computed(self) -> int:
-        """Return the last step of which the device has computed all kernels so far, and all earlier steps."""
+    def done(self) -> StepsDone:
+        """Return the progress so far."""
         with self._lock:
             while self._events and self._events[0][1].query():
                 self._computed, _ = self._events.popleft()
-            return self._computed
-
-    def ended(self) -> int:
-        """Return the last step that is queued as a whole and computed, with all earlier steps. Unlike `computed`, never
-        a step that vLLM has only begun."""
-        computed = self.computed()
-        with self._lock:
-            return min(self._queued, computed)
+            return StepsDone(self._computed, min(self._queued, self._computed))
 
 
 def steps_of(tensors: Iterable[Tensor]) -> DeviceSteps:

@@ -10,13 +10,13 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from kvferry import Prompt
 from kvferry.engine import Grant, ReadEnd, SchedulerPort
 from kvferry.errors import KvferryError, PromptMismatch
+from kvferry.integrations.remembered import remember
 from kvferry.integrations.vllm.answers import Answers
 from kvferry.integrations.vllm.cached import PrefixCache
 from kvferry.integrations.vllm.idle_steps import IdleSteps, Rest
-from kvferry.integrations.vllm.loads import Load, Loads
+from kvferry.integrations.vllm.loads import Load, Loads, NewSources, Turns, log_failure
 from kvferry.integrations.vllm.params import (
     PREFIX_SOURCE,
     asks_for_source,
@@ -25,22 +25,16 @@ from kvferry.integrations.vllm.params import (
     traceparent_of,
 )
 from kvferry.integrations.vllm.prefixes import Prefixes
-from kvferry.integrations.vllm.remembered import Remembered
-from kvferry.integrations.vllm.sending import BlockIds, Sending
+from kvferry.integrations.vllm.sending import Sending, decline
 from kvferry.integrations.vllm.setup import Setup
-from kvferry.integrations.vllm.sources import NewSources, Turns, log_failure
 from kvferry.integrations.vllm.stats import KvferryStats
-from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
+from kvferry.integrations.vllm.values import StepMetadata, Summed, WorkerNews
 from kvferry.integrations.vllm.waking import Engine
 
 logger = logging.getLogger(__name__)
 
 LEAST_TIME = 1.0
 """Seconds that a sample has to read if the sample that it followed has used up the time."""
-
-MOST_HAD = 1024
-"""Most remembered references whose blocks vLLM has, and as many that came with another prompt. A sample that comes
-after its reference was forgotten asks for a publication that was released."""
 
 
 class ConnectorScheduler:
@@ -50,10 +44,15 @@ class ConnectorScheduler:
     or "recompute"). The connector never reads that setting: inside MultiConnector it would see its own value, which is
     "fail" by default, while vLLM follows MultiConnector's. So each failure is reported, and `told` and `finished` see
     from vLLM's next call whether another reader may still need the publication.
+
+    `cache` is vLLM's prefix cache; `engine` is woken by questions; None: it cannot be woken.
     """
 
-    def __init__(self, setup: Setup, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, setup: Setup, cache: PrefixCache, engine: Engine | None, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._setup = setup
+        self._cache = cache
         self._now = now
         settings = setup.settings
         self._client = settings.client()
@@ -67,18 +66,19 @@ class ConnectorScheduler:
             timeout=settings.start_timeout,
         )
         self._stats = KvferryStats()
-        self._sending = Sending(setup, self._port, lambda name: self._stats.count(name))
-        self._answers = Answers(setup, self._port, lambda name: self._stats.count(name))
-        self._prefixes = Prefixes(setup, self._port, self._client.directory, lambda name: self._stats.count(name))
+        self._sums: list[Summed] = []
+        """Published blocks that the workers will sum, in integrity mode."""
+        self._sending = Sending(setup, self._port, cache, self._sums, self._stats.count)
+        self._answers = Answers(setup, self._port, cache, self._sums, self._stats.count)
+        self._prefixes = Prefixes(setup, self._port, cache, self._client.directory, self._stats.count)
         self._idle = IdleSteps(self._port, setup.depth)
         self._rest = Rest(drains=setup.drains, now=now)
-        self._sent: set[str] = set()
-        """Requests whose blocks vLLM keeps, and may free now."""
         self._loads = Loads()
         self._turns = Turns(settings.max_waiting)
-        self._had = Remembered[str](MOST_HAD)
-        """References whose blocks are, or were, in vLLM's prefix cache."""
-        self._mistaken = Remembered[str](MOST_HAD)
+        self._had: dict[str, None] = {}
+        """References whose blocks are, or were, in vLLM's prefix cache. A sample that comes after its reference was
+        forgotten asks for a publication that was released."""
+        self._mistaken: dict[str, None] = {}
         """References that came with another prompt than that of their publications."""
         self._registered: set[int] = set()
         self._starts: list[Grant] = []
@@ -86,20 +86,9 @@ class ConnectorScheduler:
         self._sources = NewSources(self._incarnation)
         self._ends: list[ReadEnd] = []
         self._warned = False
-        self._paused: Callable[[], bool] = lambda: False
-
-    def bind(self, pool: Any, block_ids: BlockIds) -> None:
-        """Take vLLM's block pool, and the function that returns a request's blocks by group."""
-        self._sending.bind(pool, block_ids)
-
-    def bind_cache(self, cache: PrefixCache, engine: Engine | None) -> None:
-        """Take vLLM's prefix cache, and the engine, which a question wakes; None: it cannot be woken."""
-        self._prefixes.bind(cache)
-        self._answers.bind(cache)
-        if engine is not None:
-            self._paused = engine.paused
-            if self._answers.possible:
-                self._port.on_question(engine.wake)
+        self._paused: Callable[[], bool] = (lambda: False) if engine is None else engine.paused
+        if engine is not None and self._answers.possible:
+            self._port.on_question(engine.wake)
 
     # The requests of decode.
 
@@ -110,7 +99,7 @@ class ConnectorScheduler:
         self._take_released()
         self._rest.did_something()
         self._sending.expect(request)
-        self._answers.see(request)
+        self._cache.see(request)
         reference = read_reference(request)
         if not reference:
             self._ask(request)
@@ -122,7 +111,7 @@ class ConnectorScheduler:
             # A notice of vLLM's API server that it has refused or failed a request, with a prompt of one token
             # (vllm/v1/engine/async_llm.py, `notify_kv_transfer_request_rejected`; 0.32.0).
             if reference not in self._mistaken and not self._loads.any_of(reference):
-                self._decline_reference(reference)
+                decline(self._port, reference)
             return
         if not self._setup.reads:
             self._leave_unread(request, reference)
@@ -226,9 +215,9 @@ class ConnectorScheduler:
 
     # The end of a request, in prefill and decode.
 
-    def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
-        """Handle the end of a request, and publish it if decode will read it. Return whether vLLM must keep its blocks,
-        and the ``kv_transfer_params`` for the router."""
+    def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
+        """Handle the end of a request, and publish it if decode will read it. Return the ``kv_transfer_params`` for the
+        router."""
         request_id = request.request_id
         self._rest.did_something()
         self._led(request_id)
@@ -243,10 +232,10 @@ class ConnectorScheduler:
             self._port.cancel(request_id)
         elif load is not None:
             self._decline(request_id)
-        keeps, params = self._sending.finish(request, block_ids)
+        params = self._sending.finish(request, block_ids)
         if asks_for_source(request) and self._answers.possible:
             params = {**(params or {}), PREFIX_SOURCE: self._port.engine_reference}
-        return keeps, params
+        return params
 
     # In each step.
 
@@ -261,23 +250,20 @@ class ConnectorScheduler:
         step = self._sending.begin(scheduled)
         if self._answers.begin(step, refuses=self._paused()):
             self._rest.did_something()
-        reads, publishes, ready = bool(self._loads), self._publishes, bool(self._starts or self._ends)
+        registered = self._all_registered()
+        reads, publishes, ready = bool(self._loads), self._publishes, bool((self._starts and registered) or self._ends)
         holds = self._holds and self._rest.denied
         waits = self._idle.begin(idle=idle, reads=reads, publishes=publishes, ready=ready, holds=holds)
-        metadata = StepMetadata(
-            step,
-            warms=self._sources.take(),
-            starts=self._starts,
+        metadata = StepMetadata(step, waits=waits, asks=self._publishes)
+        if registered:
+            metadata.warms = self._sources.take()
+            metadata.starts, self._starts = self._starts, []
             # The steps of the grants that were attached until now.
-            grant_steps=self._port.grant_steps(),
-            cancels=self._port.cancels(),
-            sums=[*self._sending.take_sums(), *self._answers.take_sums()],
-            sent=self._sent,
-            waits=waits,
-            asks=self._publishes,
-        )
-        self._starts, self._sent = [], set()
-        if not self._all_registered():
+            metadata.grant_steps = self._port.grant_steps()
+            metadata.cancels = self._port.cancels()
+            metadata.sums = self._sums.copy()
+            self._sums.clear()
+        else:
             metadata.token = str(self._port.token)
         ends, self._ends = [*self._ends, *self._finished()], []
         for end in ends:
@@ -336,7 +322,7 @@ class ConnectorScheduler:
     def has_work(self) -> bool:
         """Return whether vLLM must run steps even without a request: workers are being registered, or must report the
         progress of their devices, or readers are likely to end soon, see `Rest`."""
-        if not self._all_registered() or self._publishes or self._sending.unsummed:
+        if not self._all_registered() or self._publishes or self._sums:
             return True
         if self._holds:
             # While vLLM rests, only this call takes releases, and vLLM makes this call before it pauses.
@@ -345,7 +331,7 @@ class ConnectorScheduler:
         paused = self._paused()
         if self._answers.work(refuses=paused):
             self._rest.did_something()
-        if self._publishes or self._answers.unsummed:
+        if self._publishes or self._sums:
             return True
         if paused:
             # vLLM completes a pause when there is no work, and then no block may be held.
@@ -356,7 +342,8 @@ class ConnectorScheduler:
         """Return the counts since the last call; None: there are none."""
         if self._stats.is_empty():
             return None
-        stats, self._stats = self._stats, KvferryStats()
+        stats = KvferryStats(self._stats.data)
+        self._stats.reset()
         return stats
 
     def close(self) -> None:
@@ -366,9 +353,9 @@ class ConnectorScheduler:
     # Internal.
 
     def _take_released(self) -> bool:
-        """Free the blocks of released publications, or add their requests to `_sent`; return whether there were any."""
+        """Free the blocks of released publications; return whether there were any."""
         releases = self._port.released()
-        self._sent |= self._sending.released(self._answers.released(releases))
+        self._sending.released(self._answers.released(releases))
         return bool(releases)
 
     @property
@@ -395,7 +382,7 @@ class ConnectorScheduler:
                 "Give kv_role kv_consumer and role both to engines that others read from and that read, too",
                 self._setup.spec.engine_id,
             )
-        self._decline_reference(reference, self._sending.prompt(request))
+        decline(self._port, reference, self._sending.prompt(request))
 
     def _ask(self, request: Any) -> None:
         """Ask for the prefix of a request, unless another request of the same prompt, such as a sample, asks for it."""
@@ -435,7 +422,6 @@ class ConnectorScheduler:
                 load.waits = False
 
     def _ask_next(self) -> None:
-        """Acquire the publications of the requests whose turn it is."""
         for request_id in self._turns.take():
             load = self._loads[request_id]
             load.waits = False
@@ -463,9 +449,8 @@ class ConnectorScheduler:
             self._has(reference)
 
     def _has(self, reference: str) -> None:
-        """Remember that the blocks of a publication are in vLLM's prefix cache."""
         if self._setup.caches_prefixes:
-            self._had.add(reference)
+            remember(self._had, reference, None)
 
     def _found_here(self, request_id: str, load: Load) -> tuple[int, bool]:
         """Decline a request of which vLLM has all readable tokens; return the answer of `matched_tokens`."""
@@ -489,17 +474,7 @@ class ConnectorScheduler:
         """Decline a publication, unless another request here may still read it, or it is of another prompt, whose own
         reader may still come."""
         if not isinstance(load.error, PromptMismatch) and not self._loads.any_of(load.reference):
-            load.error = self._decline_reference(load.reference, load.prompt) or load.error
-
-    def _decline_reference(self, reference: str, prompt: Prompt = Prompt.unknown) -> KvferryError | None:
-        """Decline a publication; return the error, if any."""
-        try:
-            self._port.decline(reference, prompt=prompt)
-        except KvferryError as error:
-            level = logging.WARNING if isinstance(error, PromptMismatch) else logging.INFO
-            logger.log(level, "did not decline a publication: %s", error)
-            return error
-        return None
+            load.error = decline(self._port, load.reference, load.prompt) or load.error
 
     def _refuse(self, request_id: str, error: KvferryError) -> None:
         """Handle a request that will not be granted: the error is reported when vLLM has allocated blocks."""
@@ -516,7 +491,7 @@ class ConnectorScheduler:
         self._stats.read_ended(end, granted=load.error is None)
         load.error = end.error
         if isinstance(end.error, PromptMismatch):
-            self._mistaken.add(load.reference)
+            remember(self._mistaken, load.reference, None)
         self._led(request_id)
         log_failure(end, load.reference, self._setup.spec.engine_id, aborted=load.aborted)
         load.failed = True

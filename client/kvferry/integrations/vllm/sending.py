@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from vllm.v1.request import RequestStatus
 
 from kvferry import Prompt, Publication, Release, ReleaseOutcome
 from kvferry.engine import SchedulerPort
-from kvferry.errors import KvferryError, RouterKeyUsed
+from kvferry.errors import KvferryError, PromptMismatch, RouterKeyUsed
 from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.first_token import first_token_payload
-from kvferry.integrations.vllm.outgoing import BlockHold, ComputedPart, OutgoingRequest, Siblings, ids_of
+from kvferry.integrations.remembered import remember
+from kvferry.integrations.vllm.cached import PrefixCache
+from kvferry.integrations.vllm.holds import BlockHolds, ids_of
+from kvferry.integrations.vllm.outgoing import ComputedPart, OutgoingRequest, contents_of
 from kvferry.integrations.vllm.params import asks_to_publish, publish_reference, published_params, traceparent_of
 from kvferry.integrations.vllm.prompts import prompt_of, published_prompt, shorten
-from kvferry.integrations.vllm.remembered import Remembered
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.values import StepsDone, Summed
 
@@ -25,12 +27,6 @@ logger = logging.getLogger(__name__)
 
 STUCK = 2.0
 """Seconds without any computing until a preempted request's publication, which holds memory, is withdrawn."""
-
-MOST_USED = 1024
-"""Most remembered references of publications. A sample that comes after its reference was forgotten is refused."""
-
-BlockIds = Callable[[str], Sequence[Sequence[int]]]
-"""Returns the ids of a request's blocks, by vLLM's groups."""
 
 _SERVED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
@@ -53,19 +49,24 @@ class Sending:
     tokens. If publications hold so much memory that vLLM can compute nothing, the publication of a preempted request is
     withdrawn.
 
-    Without vLLM's pool nothing is held here, and no parts are published: vLLM keeps the blocks of finished requests,
-    and runs steps, until the release.
-
-    `count` adds to a count by its name, see `KvferryStats`.
+    `sums` gets the published blocks that integrity mode sums; `count` adds to a count by its name, see `KvferryStats`.
     """
 
-    def __init__(self, setup: Setup, port: SchedulerPort, count: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        port: SchedulerPort,
+        cache: PrefixCache,
+        sums: list[Summed],
+        count: Callable[[str], None],
+    ) -> None:
         self._setup = setup
         self._port = port
+        self._cache = cache
+        self._sums = sums
         self._count = count
         self._now = time.monotonic
-        self._pool: Any = None
-        self._block_ids: BlockIds | None = None
+        self._holds = BlockHolds(cache.pool)
         self._step = 0
         self._ranks = dict.fromkeys(range(setup.spec.num_ranks), StepsDone(0, 0))
         self._everywhere = StepsDone(0, 0)
@@ -74,24 +75,14 @@ class Sending:
         """Requests that have not finished."""
         self._unpublished: dict[OutgoingRequest, None] = {}
         """Requests that have parts, so that a step costs nothing for the others."""
-        self._partly: dict[int, OutgoingRequest] = {}
-        """Those of `_requests` of which parts are published, by the number of their publication, until its release."""
-        self._held: dict[int, BlockHold] = {}
-        """The blocks of publications that are held here, by the numbers of the publications."""
-        self._kept: dict[int, str] = {}
-        """Requests whose blocks vLLM keeps until the release, by the numbers of their publications: a client may use a
-        request_id again while blocks are held for the first request."""
-        self._used = Remembered[str](MOST_USED)
-        """References of publications."""
-        self._siblings = Siblings()
-        self._sums: list[Summed] = []
+        self._published: dict[int, OutgoingRequest] = {}
+        """By the numbers of their publications, until the release: a client may use a request_id again before."""
+        self._used: dict[str, None] = {}
+        """References of publications. A sample that comes after its reference was forgotten is refused."""
+        self._samples: dict[str, OutgoingRequest] = {}
+        """Those of `_published` that are samples and have finished, by their parents, see `_of_sample`."""
         self._idle_since: float | None = None
         self._warned = False
-
-    def bind(self, pool: Any, block_ids: BlockIds) -> None:
-        """Take vLLM's pool, and the function that returns a request's blocks."""
-        self._pool = pool
-        self._block_ids = block_ids
 
     @property
     def waiting(self) -> bool:
@@ -99,13 +90,8 @@ class Sending:
         return bool(self._unpublished)
 
     @property
-    def unsummed(self) -> bool:
-        """Whether the next step has published blocks to sum."""
-        return bool(self._sums)
-
-    @property
     def holding(self) -> bool:
-        return bool(self._held)
+        return bool(self._published)
 
     @property
     def ended(self) -> int:
@@ -123,9 +109,9 @@ class Sending:
             return
         if request.max_tokens == 1:
             shorten(request, self._setup.withheld)
-        outgoing = OutgoingRequest(request, reference, self.prompt(request), BlockHold(self._pool), self._step)
+        outgoing = OutgoingRequest(request, reference, self.prompt(request), self._holds, self._step)
         # The prompt of a session grows, and its last tokens are computed again.
-        outgoing.closed = not reference or self._block_ids is None or bool(getattr(request, "resumable", False))
+        outgoing.closed = not reference or bool(getattr(request, "resumable", False))
         # A sample may come when the first sample has ended.
         outgoing.follows = bool(reference) and (
             reference in self._used
@@ -181,61 +167,48 @@ class Sending:
             if any(not bad.isdisjoint(ids_of(part.blocks)) for part in outgoing.parts):
                 self._forget_parts(outgoing)
                 outgoing.closed = True
-            if outgoing.held.any_of(bad) and not outgoing.withdrawn:
+            if not bad.isdisjoint(outgoing.held) and not outgoing.withdrawn:
                 logger.warning("request %r: blocks that are published could not be loaded", outgoing.request_id)
                 self._forget_parts(outgoing)
                 self._withdraw(outgoing)
 
-    def finish(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
-        """Publish an ended request, or the rest of it, if decode will read it. Return whether vLLM must keep the
-        blocks, and the ``kv_transfer_params`` for the router."""
+    def finish(self, request: Any, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
+        """Publish an ended request, or the rest of it, if decode will read it. Return the ``kv_transfer_params`` for
+        the router."""
         outgoing = self._requests.pop(request.request_id, None)
         if outgoing is None:
-            outgoing = OutgoingRequest(request, "", Prompt.unknown, BlockHold(self._pool), self._step)
-        elif outgoing.publication is not None:
-            self._partly.pop(outgoing.publication.number, None)
+            outgoing = OutgoingRequest(request, "", Prompt.unknown, self._holds, self._step)
         self._forget_parts(outgoing)
         # The last token was only sampled: its KV cache is not computed yet.
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         publication = None
         if asks_to_publish(request) and self._setup.serves and request.status in _SERVED and tokens > 0:
             if outgoing.follows or not outgoing.reference:
-                publication = self._siblings.find(request, tokens)
+                publication = self._of_sample(outgoing, tokens)
             if publication is None:
                 publication = self._publish_rest(outgoing, block_ids, tokens)
         if publication is None:
             self._give_up(outgoing)
-            return False, None
-        # A sibling's blocks are kept for the sibling.
-        return self._kept.get(publication.number) == outgoing.request_id, published_params(publication)
+            return None
+        return published_params(publication)
 
-    def released(self, releases: Iterable[Release]) -> set[str]:
-        """Free the blocks of released publications, or return the requests whose blocks vLLM may free."""
-        sent = set()
+    def released(self, releases: Iterable[Release]) -> None:
+        """Free the blocks of released publications."""
         for release in releases:
-            self._siblings.released(release.publication)
-            held = self._held.pop(release.publication, None)
-            if held is not None:
-                held.free()
-            outgoing = self._partly.pop(release.publication, None)
+            outgoing = self._published.pop(release.publication, None)
             if outgoing is not None:
-                # The reader has given up, or died.
+                if self._samples.get(outgoing.parent) is outgoing:
+                    del self._samples[outgoing.parent]
+                # Where it is not complete, the reader has given up, or died.
                 self._forget_parts(outgoing)
                 outgoing.closed = outgoing.withdrawn = True
+                outgoing.free()
             wanted = release.outcome in (ReleaseOutcome.READ, ReleaseOutcome.DECLINED)
             if not wanted:
                 self._count("unread")
             if not wanted or any(read.state not in ("valid", "cancelled") for read in release.reads):
                 # With the names in the reader's log.
                 logger.warning("engine %s, %s", self._setup.spec.engine_id, release)
-            if release.publication in self._kept:
-                sent.add(self._kept.pop(release.publication))
-        return sent
-
-    def take_sums(self) -> list[Summed]:
-        """Return the blocks that were published since the last call, if integrity mode sums them."""
-        found, self._sums = self._sums, []
-        return found
 
     # Internal.
 
@@ -249,22 +222,15 @@ class Sending:
                 self._setup.spec.engine_id,
             )
         if reference:
-            self._decline(reference)
-
-    def _decline(self, reference: str) -> None:
-        """Decline a router's reference, since decode waits for the publication."""
-        try:
-            self._port.decline(reference)
-        except KvferryError as error:
-            logger.info("could not decline a reference: %s", error)
+            # Decode waits for the publication.
+            decline(self._port, reference)
 
     def _plan(self, outgoing: OutgoingRequest, tokens: int) -> None:
-        """Plan to publish the blocks of a prompt that this step completes; none, if vLLM's blocks are not known."""
         # The last token is left for the end of the request, which must publish at least one block.
         tokens = min(tokens - self._setup.rewritten, outgoing.request.num_prompt_tokens - 1)
-        if self._block_ids is None or not outgoing.fills_a_block(self._setup.tables, tokens):
+        if not outgoing.fills_a_block(self._setup.tables, tokens):
             return
-        outgoing.plan(self._setup.tables, self._block_ids(outgoing.request_id), tokens)
+        outgoing.plan(self._setup.tables, self._cache.block_ids(outgoing.request_id), tokens)
         if outgoing.parts:
             self._unpublished[outgoing] = None
 
@@ -296,10 +262,22 @@ class Sending:
         except KvferryError as error:
             self._refused(outgoing, error)
             return None
-        self._siblings.add(request, tokens, publication)
-        if not outgoing.held.can_hold:
-            self._kept[publication.number] = outgoing.request_id
+        if outgoing.parent and (contents := contents_of(request, tokens)) is not None:
+            outgoing.contents = contents
+            self._samples[outgoing.parent] = outgoing
         return publication
+
+    def _of_sample(self, outgoing: OutgoingRequest, tokens: int) -> Publication | None:
+        """Return the publication of another sample of the same prompt with the same tokens; None: there is none.
+
+        vLLM runs each sample as its own request, and returns the ``kv_transfer_params`` of only the one that ends last,
+        so publications of the others would have no reader, and stay pinned for the whole hold.
+        """
+        other = self._samples.get(outgoing.parent)
+        if other is None or other.request_id == outgoing.request_id:
+            return None
+        # Clients can choose request_ids of this form, so the contents are compared, too.
+        return other.publication if other.contents == contents_of(outgoing.request, tokens) else None
 
     def _publish(self, outgoing: OutgoingRequest, blocks: Mapping[str, Blocks], *, last: bool) -> Publication:
         """Publish blocks of a request, with the payload if they are the `last`. Errors as `SchedulerPort.publish` and
@@ -322,11 +300,8 @@ class Sending:
             )
             self._count("published")
             if outgoing.reference:
-                self._used.add(outgoing.reference)
-            if outgoing.held.can_hold:
-                self._held[publication.number] = outgoing.held
-            if not outgoing.finished:
-                self._partly[publication.number] = outgoing
+                remember(self._used, outgoing.reference, None)
+            self._published[publication.number] = outgoing
         if self._setup.sums and blocks:
             self._sums.append(Summed(publication.number, blocks, last))
         return publication
@@ -346,21 +321,20 @@ class Sending:
             if not outgoing.withdrawn:
                 self._withdraw(outgoing)
             return
-        outgoing.held.free()
+        outgoing.free()
         if outgoing.withdrawn or outgoing.follows or not outgoing.reference:
             return
         for other in self._requests.values():
             if other.follows and other.reference == outgoing.reference:
                 other.follows = False
                 return
-        self._decline(outgoing.reference)
+        decline(self._port, outgoing.reference)
 
     def _forget_parts(self, outgoing: OutgoingRequest) -> None:
         outgoing.forget_parts()
         self._unpublished.pop(outgoing, None)
 
     def _withdraw(self, outgoing: OutgoingRequest) -> None:
-        """Withdraw the publication of a request, if there is one."""
         if outgoing.publication is None:
             return
         outgoing.closed = outgoing.withdrawn = True
@@ -373,7 +347,7 @@ class Sending:
         """Withdraw a publication of a preempted request if nothing has been computed for long."""
         preempted = [
             outgoing
-            for outgoing in (self._partly.values() if idle else ())
+            for outgoing in (self._published.values() if idle else ())
             if not outgoing.withdrawn and outgoing.request.status is RequestStatus.PREEMPTED
         ]
         if not preempted:
@@ -409,3 +383,14 @@ class Sending:
         """
         drafted = self._setup.drafts_states and request.num_output_tokens > 1
         return drafted or bool(request.num_computed_tokens != request.num_tokens - 1)
+
+
+def decline(port: SchedulerPort, reference: str, prompt: Prompt = Prompt.unknown) -> KvferryError | None:
+    """Decline a publication, or a reference that a router has made for one; return the error, if any."""
+    try:
+        port.decline(reference, prompt=prompt)
+    except KvferryError as error:
+        level = logging.WARNING if isinstance(error, PromptMismatch) else logging.INFO
+        logger.log(level, "did not decline a publication: %s", error)
+        return error
+    return None

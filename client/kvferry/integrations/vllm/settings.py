@@ -97,25 +97,22 @@ class ConnectorSettings:
                 "address", "", f"the node server's address, in kv_connector_extra_config or {ADDRESS_VARIABLE}"
             )
         if self.role is not None and self.role not in ROLES.values():
-            raise InvalidField("role", _shown(self.role), "prefill, decode or both")
-        homes = self.allowed_homes
-        if not isinstance(homes, tuple) or not all(isinstance(home, str) for home in homes):
-            raise InvalidField("allowed_homes", _shown(homes), "several strings")
+            raise InvalidField("role", shown(self.role), "prefill, decode or both")
         # The client checks the other settings.
         for name in ("self_check", "traces"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidField(name, _shown(getattr(self, name)), "true or false")
+                raise InvalidField(name, shown(getattr(self, name)), "true or false")
         for name in ("read_timeout", "start_timeout"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST_SECONDS:
-                raise InvalidField(name, _shown(value), f"more than 0 to {MOST_SECONDS:.0e} seconds")
+                raise InvalidField(name, shown(value), f"more than 0 to {MOST_SECONDS:.0e} seconds")
         waiting = self.max_waiting
         if isinstance(waiting, bool) or not isinstance(waiting, int) or waiting < 1:
-            raise InvalidField("max_waiting", _shown(waiting), "an integer of at least 1")
+            raise InvalidField("max_waiting", shown(waiting), "an integer of at least 1")
         for name, least, most in (("prefix_share", 0.0, 1.0), ("prefix_wait", 0.001, 2.0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-                raise InvalidField(name, _shown(value), f"{least:g} to {most:g}")
+                raise InvalidField(name, shown(value), f"{least:g} to {most:g}")
 
     @classmethod
     def of(cls, extra: Mapping[str, object]) -> ConnectorSettings:
@@ -205,7 +202,7 @@ def _made(cls: type[Options], path: str, given: Mapping[str, object]) -> Options
     known = [each.name for each in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for key in given:
         if key not in known:
-            raise InvalidField(f"{path}{key}", _shown(given[key]), _instead(str(key), known, top=not path))
+            raise InvalidField(f"{path}{key}", shown(given[key]), _instead(str(key), known, top=not path))
     values = {key: _value(f"{path}{key}", hints[key], value) for key, value in given.items()}
     try:
         return cls(**values)
@@ -214,7 +211,7 @@ def _made(cls: type[Options], path: str, given: Mapping[str, object]) -> Options
             f"{path}{error.values['field']}", _Said(error.values["value"]), error.values["expected"]
         ) from None
     except TypeError:
-        raise InvalidField(path.rstrip("."), _shown(given), f"values of the types of {cls.__name__}") from None
+        raise InvalidField(path.rstrip("."), shown(given), f"values of the types of {cls.__name__}") from None
 
 
 def _value(path: str, hint: object, value: object) -> object:
@@ -225,11 +222,11 @@ def _value(path: str, hint: object, value: object) -> object:
     for kind in kinds:
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             if not isinstance(value, Mapping):
-                raise InvalidField(path, _shown(value), f"an object with the fields of {kind.__name__}")
+                raise InvalidField(path, shown(value), f"an object with the fields of {kind.__name__}")
             return _made(kind, f"{path}.", value)
         if kind is Path:
             if not isinstance(value, str):
-                raise InvalidField(path, _shown(value), "the name of a file")
+                raise InvalidField(path, shown(value), "the name of a file")
             if "\n" in value or value.startswith("-----BEGIN"):
                 # Perhaps the key itself: the error of opening such a file would log the key as the name.
                 raise InvalidField(path, str, "the name of a file, not what is in it")
@@ -237,7 +234,7 @@ def _value(path: str, hint: object, value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _shown(value: object) -> object:
+def shown(value: object) -> object:
     """Return a number or short string as it is, and the type of any other value, for errors."""
     short = value is None or isinstance(value, int | float) or (isinstance(value, str) and len(value) <= 80)
     return value if short else type(value)

@@ -13,7 +13,8 @@ from kvferry.geometry.blocks import Blocks
 
 
 class StepsDone(NamedTuple):
-    """The progress of a rank's device: see `DeviceSteps.computed` and `DeviceSteps.ended`."""
+    """The progress of a rank's device: the last step of which it has computed all kernels so far, and the last that is
+    also queued as a whole, never one that vLLM has only begun; with all earlier steps."""
 
     computed: int
     ended: int
@@ -33,13 +34,13 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
     Attributes:
         step: number of the step, from 1.
-        token: the engine's token, until all workers have registered; then empty.
+        token: the engine's token, until all workers have registered; then empty. Before, there are no orders for the
+            workers' ports.
         warms: references of sources to connect to ahead of the first read.
         starts: grants of the reads to start.
         grant_steps: later steps of the grants' publications.
         cancels: read_ids of the reads to cancel.
         sums: blocks that integrity mode sums.
-        sent: requests whose blocks the source may free.
         received: requests whose reads have ended, with or without an error.
         lost: ids of the blocks of failed reads, in an engine of one group.
         failed: requests whose reads have failed, in an engine of several groups.
@@ -54,17 +55,11 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     grant_steps: list[GrantStep] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     sums: list[Summed] = field(default_factory=list)
-    sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     waits: bool = False
     asks: bool = False
-
-    @property
-    def orders(self) -> bool:
-        """Whether the message has orders for the worker's port."""
-        return bool(self.warms or self.starts or self.grant_steps or self.cancels or self.sums)
 
     def anon_repr(self) -> str:
         """Return the text that vLLM logs when an engine dies (``vllm/logging_utils/dump_input.py``). Without this

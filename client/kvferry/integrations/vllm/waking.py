@@ -36,12 +36,6 @@ class Engine:
 def engine_in_making() -> Engine | None:
     """Return the engine that the callers of this function are making; None: it has no input queue and runs steps only
     when it is told, as in the process of ``vllm.LLM``."""
-    made = _engine()
-    return None if made is None else Engine(made)
-
-
-def _engine() -> Any:
-    """Return the engine with an input queue among the objects whose methods call this function; None: there is none."""
     from vllm.v1.engine.core import EngineCoreProc
 
     frame = sys._getframe()
@@ -49,5 +43,5 @@ def _engine() -> Any:
         frame = frame.f_back
         found = frame.f_locals.get("self")
         if isinstance(found, EngineCoreProc):
-            return found
+            return Engine(found)
     return None

@@ -17,7 +17,7 @@ from kvferry.geometry.tensors import Tensor
 from kvferry.integrations.vllm.device import EVERY_STEP, DeviceSteps, arrival_fence, steps_of
 from kvferry.integrations.vllm.idle_steps import PATIENCE, YIELD
 from kvferry.integrations.vllm.setup import Setup
-from kvferry.integrations.vllm.values import StepMetadata, StepsDone, WorkerNews
+from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +50,11 @@ class ConnectorWorker:
         self._port = WorkerPort(self._client, setup.spec, rank)
         self._lock = threading.Lock()
         self._announcing = False
-        self._announced = False
         self._news = WorkerNews()
         self._steps = DeviceSteps(None)
         self._fence: Callable[[], None] | None = None
         self._told = 0
         """A computed step; the scheduler has received this step or a later one."""
-        self._early: list[StepMetadata] = []
         self._waits = False
         self._asked = False
         """Whether the scheduler waits for the end of this step."""
@@ -80,22 +78,19 @@ class ConnectorWorker:
         """Start and cancel reads by the scheduler's message. Returns at once."""
         self._steps.begun(metadata.step)
         self._waits, self._asked = metadata.waits, metadata.asks
-        with self._lock:
-            if metadata.token and not self._announcing:
-                announce = threading.Thread(
-                    target=self._announce, args=(metadata.token,), name="kvferry-announce", daemon=True
-                )
-                try:
-                    announce.start()
-                    self._announcing = True
-                except (RuntimeError, MemoryError) as error:
-                    # The system has no more threads. The next step has the token again.
-                    logger.warning("rank %d is not announced yet: %s", self._rank, error)
-            if not self._announced:
-                if metadata.orders:
-                    self._early.append(metadata)
-                return
-            self._do(metadata)
+        if not metadata.token:
+            with self._lock:
+                self._do(metadata)
+        elif not self._announcing:
+            announce = threading.Thread(
+                target=self._announce, args=(metadata.token,), name="kvferry-announce", daemon=True
+            )
+            try:
+                announce.start()
+                self._announcing = True
+            except (RuntimeError, MemoryError) as error:
+                # The system has no more threads. The next step has the token again.
+                logger.warning("rank %d is not announced yet: %s", self._rank, error)
 
     def queued(self, step: int) -> None:
         """Record that a whole step is queued on the device. Returns at once."""
@@ -118,16 +113,13 @@ class ConnectorWorker:
                 news.outputs.append(output)
         if self._asked or self._told < EVERY_STEP:
             # The message calls `now` again when it is sent, and may then report later steps.
-            self._told = self._steps.computed()
-            news.rank, news.now = self._rank, self._steps_done
+            self._told = self._steps.done().computed
+            news.rank, news.now = self._rank, self._steps.done
         return news if news.outputs or news.registered or news.errors or news.now else None
 
     def close(self) -> None:
         self._port.close()
         self._client.close()
-
-    def _steps_done(self) -> StepsDone:
-        return StepsDone(self._steps.computed(), self._steps.ended())
 
     def _do(self, metadata: StepMetadata) -> None:
         for reference in metadata.warms:
@@ -191,11 +183,7 @@ class ConnectorWorker:
                 self._news.errors[self._rank] = problem
             return
         with self._lock:
-            self._announced = True
             self._news.registered.add(self._rank)
-            for metadata in self._early:
-                self._do(metadata)
-            self._early.clear()
 
 
 def _log_error(level: int, what: str, ended: Future[Any]) -> None:

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvferry.errors import InvalidField
 from kvferry.integrations.vllm.layouts import orders
-from kvferry.integrations.vllm.layouts.layer import Layer, content_of
+from kvferry.integrations.vllm.layouts.layer import Layer, content_of, element_type
 from kvferry.integrations.vllm.layouts.orders import Planes
+from kvferry.integrations.vllm.layouts.state import state_planes
 
 
 class Proof(enum.Enum):
@@ -172,3 +175,16 @@ def family_of(layer: Layer) -> Family:
         where = f"KV cache of {layer.name}"
         raise InvalidField(where, content, f"{' or '.join(known)} with {layer.backend.rpartition('.')[2]}")
     return family
+
+
+def layer_planes(layer: Layer) -> Planes:
+    """Return the planes of a layer.
+
+    Raises:
+        InvalidField: the meaning of the layer's bytes is not known.
+        BadGeometry: the tensor contradicts the spec.
+    """
+    if isinstance(layer.spec, MambaSpec):
+        return state_planes(layer)
+    planes = family_of(layer).planes(layer)
+    return tuple(replace(plane, dtype=element_type(layer, plane)) for plane in planes)
