@@ -158,7 +158,7 @@ TARGETS: dict[str, Target] = {
         {"Line.pieces: 1 -> 2": STRICT_ORDER, "StateLayout.of: 1 -> 2": ONE_SHARD},
     ),
     "client/kvferry/planner/coverage.py": Target(
-        PLANNER,
+        (COMPLETE, DECLARED, *PLANNER),
         {"Coverer.__init__: self._effort = 0 -> pass": RESET, "Coverer.cover: 0 -> 1": MILLIONS},
     ),
     "client/kvferry/planner/expansion.py": Target(PLANNER),
@@ -275,7 +275,6 @@ TARGETS: dict[str, Target] = {
     ),
     "client/kvferry/engine/step_order.py": Target((STEP_ORDERS, PROGRESSIVE)),
     "client/kvferry/planner/plan.py": Target((PARTS, *PLANNER), {"_check_size: 1 -> 0": MANY_LANES}),
-    "client/kvferry/planner/compatibility.py": Target((COMPLETE, DECLARED, REFUSALS)),
     "client/kvferry/_transport/calibration.py": Target((CALIBRATION,)),
     "client/kvferry/_integrity/verifier.py": Target((PARTLY_KNOWN, VERIFIED)),
     "client/kvferry/_integrity/checksum_publisher.py": Target((VERIFIED,)),

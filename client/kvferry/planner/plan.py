@@ -15,8 +15,7 @@ from kvferry.errors import Incompatible, InvalidField, Mismatch
 from kvferry.geometry.blocks import Blocks, Unfinished, joined
 from kvferry.geometry.model import EngineGeometry, Group, GroupKind, RankGeometry
 from kvferry.geometry.plane import Plane
-from kvferry.planner.compatibility import engine_mismatches
-from kvferry.planner.coverage import Coverer, Indexed, PlaneRead
+from kvferry.planner.coverage import Coverer, Indexed, PlaneRead, engine_mismatches
 from kvferry.planner.expansion import Expansion, expand, together
 from kvferry.planner.footprint import BlockMap, Footprint, request_blocks
 from kvferry.planner.lane import Lane, build_lanes
