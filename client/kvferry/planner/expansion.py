@@ -15,10 +15,11 @@ from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import split_runs
 from kvferry.planner.descriptors import BlockRows, Descriptors, MemoryPair, joined
 from kvferry.planner.footprint import Footprint
-from kvferry.planner.lane import Lane, Segment, segments, span
+from kvferry.planner.lane import Lane, segments, span
 from kvferry.planner.request_blocks import GroupRequest
 from kvferry.planner.rows import Int64s
 from kvferry.planner.staged_read import StagedRead, staged_read
+from kvferry.planner.token_line import Segment
 
 LONG_RUN = 4
 """Mean run of blocks from which runs are merged here. Shorter runs are merged by NIXL, which makes a read of single

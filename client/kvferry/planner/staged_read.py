@@ -15,8 +15,9 @@ import numpy as np
 
 from kvferry.geometry.blocks import split_runs
 from kvferry.planner.descriptors import Descriptors, MemoryPair
-from kvferry.planner.lane import Lane, Segment
+from kvferry.planner.lane import Lane
 from kvferry.planner.rows import Cells, Int64s, RowExtent
+from kvferry.planner.token_line import Segment
 
 
 @dataclass(frozen=True, slots=True, eq=False)
