@@ -185,10 +185,10 @@ def test_bytes_per_token_add_up(pair: str) -> None:
 def test_proto_equals_the_explained_lines(pair: str) -> None:
     for plan in PAIRS[pair]():
         lines, message = explain(plan), plan_to_proto(plan)
-        assert (message.rank, list(message.uncovered)) == (lines.rank, list(lines.uncovered))
+        assert (message.rank, list(message.uncovered)) == (lines.rank.rank, list(lines.uncovered))
         assert len(message.reads) == len(lines.reads)
         for line, read in zip(lines.reads, message.reads, strict=True):
-            assert (read.source_rank, read.group) == (line.source_rank, line.group)
+            assert (read.source_rank, read.group) == (line.source.rank, line.group)
             assert (tuple(read.layers), tuple(read.components)) == (line.layers, line.components)
             assert (read.unit_begin, read.unit_end) == (line.units.begin, line.units.end)
             assert read.HasField("token_shard") == (line.tokens.count > 1)

@@ -18,7 +18,6 @@ from kvferry.planner.explain import (
     explain,
     layer_order,
     layer_ranges,
-    rank_name,
     source_loads,
 )
 from kvferry.planner.plan import ReadPlan
@@ -62,14 +61,14 @@ def to_svg(plans: Sequence[ReadPlan]) -> str:
         parts.append(_text(MARGIN, top - 8, "destination ranks", fill="#555555"))
     for column, rank in enumerate(sources):
         x = left + column * CELL_WIDTH
-        parts.append(_text(x + 6, top - 22, rank_name(rank.rank, rank.labels), weight="bold"))
+        parts.append(_text(x + 6, top - 22, rank.label, weight="bold"))
         parts.append(_text(x + 6, top - 8, f"serves {100 * loads[rank.rank]:.0f} % of all bytes", fill="#555555"))
     for row, lines in enumerate(explained):
         y = top + row * CELL_HEIGHT
-        parts.append(_text(MARGIN, y + 18, rank_name(lines.rank, lines.labels), weight="bold"))
+        parts.append(_text(MARGIN, y + 18, lines.rank.label, weight="bold"))
         shares = source_loads(plans[0].source, [lines])
         for column, rank in enumerate(sources):
-            reads = [line for line in lines.reads if line.source_rank == rank.rank]
+            reads = [line for line in lines.reads if line.source.rank == rank.rank]
             parts.append(_cell(left + column * CELL_WIDTH, y, reads, shares[rank.rank], order))
     parts.extend(_legend(bottom + 24))
     parts.append("</svg>")
@@ -80,8 +79,8 @@ def _description(explained: Sequence[RankLines]) -> str:
     """The picture in words: the source ranks that each destination rank reads from."""
     sentences = []
     for lines in explained:
-        names = dict.fromkeys(rank_name(line.source_rank, line.source_labels) for line in lines.reads)
-        sentences.append(f"{rank_name(lines.rank, lines.labels)} reads from {', '.join(names) or 'no rank'}.")
+        names = dict.fromkeys(line.source.label for line in lines.reads)
+        sentences.append(f"{lines.rank.label} reads from {', '.join(names) or 'no rank'}.")
     return " ".join(sentences)
 
 
