@@ -44,7 +44,7 @@ from kvferry import (
 from kvferry._control.publish import Publish
 from kvferry.engine import Grant, SchedulerPort, WorkerOutput, WorkerPort
 from kvferry.errors import InvalidField, KvferryError
-from kvferry.geometry import formats, sharding
+from kvferry.geometry import formats, shard, shards
 from kvferry.geometry.tensors import Holding, Part, TensorView, planes_of, planes_of_tensor
 from kvferry.host_memory import HostMemory
 from tests.api.conftest import AXES, BLOCKS, TOKENS, array
@@ -313,11 +313,10 @@ def constructors() -> Iterator[Case]:
         {"tensor": tensor, "axes": AXES, "group": GROUP, "layers": "l"},
         {"layers": [None, 1, b"l", ["a", "b"], [1], []]},
     )
-    for name, least in (("shard", 3), ("token_shard", 2), ("shards", 2)):
-        function = getattr(sharding, name)
+    for function, least in ((shard, 3), (shards, 2)):
         names = list(inspect.signature(function).parameters)
         yield Case(
-            name,
+            function.__name__,
             function,
             dict(zip(names, (1, 2, 4) if least == 3 else (1, 2), strict=False)),
             {n: [*NOT_AN_INTEGER, *NEGATIVE, 0][: None if n != "index" else -1] for n in names},

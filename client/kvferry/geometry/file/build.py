@@ -26,8 +26,7 @@ from kvferry.geometry.file.fields import (
     known,
 )
 from kvferry.geometry.model import EngineGeometry, Group, GroupKind, RankGeometry
-from kvferry.geometry.plane import Interval, MemoryKind, Plane, TokenShard
-from kvferry.geometry.sharding import shards
+from kvferry.geometry.plane import Interval, MemoryKind, Plane, TokenShard, shards
 
 KINDS = {"full": GroupKind.TOKENS, "window": GroupKind.WINDOW, "state": GroupKind.STATE}
 
