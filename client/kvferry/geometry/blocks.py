@@ -32,8 +32,9 @@ MAX_LAYERS = 1 << 13
 FEW_RUNS = 8
 """Up to this many runs are decoded without numpy's arithmetic, whose setup takes longer than the runs do."""
 
-TOKEN_LIMIT = 1 << 62
-"""Positions of tokens stay below this, as on the wire."""
+TOKEN_LIMIT = 1 << 40
+"""Positions of tokens stay below this. A token has at most 2**20 states (`kvferry.planner.coverage.MAX_CELLS`), so the
+positions of states fit numpy's int64."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,9 +93,9 @@ class Blocks:
 def _check_tokens(where: str, first: int, end: int | None, state: int) -> None:
     end = first if end is None else end
     if not 0 <= first <= end < TOKEN_LIMIT:
-        raise InvalidField(where, (first, end), "0 <= first_token <= end_token < 2**62")
+        raise InvalidField(where, (first, end), "0 <= first_token <= end_token < 2**40")
     if not 0 <= state < TOKEN_LIMIT:
-        raise InvalidField(f"{where}.state_token", state, "0 <= state_token < 2**62")
+        raise InvalidField(f"{where}.state_token", state, "0 <= state_token < 2**40")
 
 
 def _checked_ids(ids: Sequence[int] | npt.NDArray[np.integer]) -> BlockIds:

@@ -20,7 +20,7 @@ from kvferry.planner.expansion import Expansion, expand, together
 from kvferry.planner.footprint import BlockMap, Footprint, request_blocks
 from kvferry.planner.lane import Lane, build_lanes
 from kvferry.planner.path_choice import RECURRING_LIMIT, Path, PathChoice, PathRule, choose_path
-from kvferry.planner.request_blocks import GroupRequest, check_groups, missing, needed, promised, written
+from kvferry.planner.request_blocks import GroupRequest, check_groups, needed, written
 
 MAX_SIZE = 1 << 14
 """Lanes of a plan and pieces of their periods, together: twice those of the same reads from each of 4,096 ranks."""
@@ -332,16 +332,13 @@ class RequestParts:
         return needed(groups, self._plan.groups_by_name[0], granted, self._destination, tokens)
 
     def _check(self) -> None:
-        """Check once what no single part can check: that no block is in two parts."""
+        """Check once what no single part can check: that no block is in two parts; and what the last step would find
+        after all bytes have moved: that all groups have blocks."""
         if self._checked:
             return
         groups = self._plan.groups
-        for group in groups:
-            if group.name not in self._destination:
-                # The last step would find it, after all bytes have moved.
-                raise missing(group.name)
-        mine = {group.name: self._destination[group.name] for group in groups}
-        written(groups, promised(groups, self.granted, mine), mine, self._tokens)
+        mine = {group.name: self._destination[group.name] for group in groups if group.name in self._destination}
+        written(groups, self.granted, mine, self._tokens, more=True)
         self._checked = True
 
 
