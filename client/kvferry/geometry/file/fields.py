@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import AfterValidator, Field, Strict
 
 from kvferry.errors import InvalidField
-from kvferry.geometry.file.described import MISSING, Described, Never, at, integer, other, short, text
+from kvferry.geometry.file.described import Described, Never, at, integer, other, short, text
 from kvferry.geometry.plane import Interval
 
 MAX_RANKS = 4096
@@ -349,5 +349,5 @@ def indices(path: str, items: Sequence[int | Interval], size: int) -> tuple[int,
 def known(value: int | None, path: str) -> int:
     """A value that the file has to give; raises `InvalidField` if the value is missing."""
     if value is None:
-        raise InvalidField(path, MISSING, "an integer of at least 1")
+        raise InvalidField(path, None, "an integer of at least 1")
     return value
