@@ -274,14 +274,6 @@ def check_ids(group: str, side: str, ids: AnyIds, num_blocks: int, null_block: i
         raise BadBlock(group, side, null_block, num_blocks, "the null block holds nothing")
 
 
-def check_unique(pool: str, lists: Sequence[AnyIds]) -> None:
-    """Raise `BadBlock` if an id occurs twice in the destination blocks of a pool: in NIXL the last write would win."""
-    twice = repeated(lists)
-    if twice is not None:
-        most = max(int(ids.max()) for ids in lists if len(ids))
-        raise BadBlock(pool, "destination", twice, most + 1, "it is given twice")
-
-
 def repeated(lists: Sequence[AnyIds]) -> int | None:
     """The smallest id that occurs twice in these lists together; None: there is none."""
     ids = lists[0] if len(lists) == 1 else np.concatenate(lists)

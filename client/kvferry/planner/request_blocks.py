@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry._arguments import token_range
-from kvferry.errors import BlocksShort, InvalidField
-from kvferry.geometry.blocks import TOKEN_LIMIT, AnyIds, Blocks, check_ids, check_unique
+from kvferry.errors import BadBlock, BlocksShort, InvalidField
+from kvferry.geometry.blocks import TOKEN_LIMIT, AnyIds, Blocks, check_ids, repeated
 from kvferry.geometry.model import Group, GroupKind
 
 
@@ -130,12 +130,14 @@ def written(
 
 
 def _check_once(given: Iterable[tuple[Group, AnyIds]]) -> None:
-    """Check that no pool has a destination block twice."""
+    """Raise `BadBlock` if an id occurs twice in the destination blocks of a pool: in NIXL the last write would win."""
     pools: dict[tuple[bool, str], list[AnyIds]] = {}
     for group, ids in given:
         pools.setdefault((bool(group.pool), group.pool or group.name), []).append(ids)
     for (_, pool), lists in pools.items():
-        check_unique(pool, lists)
+        if (twice := repeated(lists)) is not None:
+            most = max(int(ids.max()) for ids in lists if len(ids))
+            raise BadBlock(pool, "destination", twice, most + 1, "it is given twice")
 
 
 def check_groups(groups: Iterable[Group], destination: Mapping[str, Blocks]) -> None:
