@@ -215,8 +215,7 @@ TARGETS: dict[str, Target] = {
             "RegionMap._ends_at: len(bases) == 1 -> len(bases) != 1": SHORT_CUT,
         },
     ),
-    "client/kvferry/planner/footprint.py": Target((FOOTPRINT, ORACLE)),
-    "client/kvferry/planner/slabs.py": Target(
+    "client/kvferry/planner/footprint.py": Target(
         (FOOTPRINT, ORACLE),
         {
             "Slabs.blocks: last < used[place] -> last <= used[place]": NO_WINDOW,
