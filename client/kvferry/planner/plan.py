@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import TypeAlias
 
 from kvferry._arguments import token_range
 from kvferry.errors import Incompatible, InvalidField, Mismatch
@@ -220,6 +221,10 @@ def _check_size(lanes: tuple[Lane, ...]) -> None:
         raise Incompatible((Mismatch("too_large", "", "", "", "", message),))
 
 
+_Moved: TypeAlias = frozenset[tuple[str, int]]
+"""Each group of which something was read, and the first token of its next part."""
+
+
 class RequestParts:
     """One request of one destination rank, read in parts. With each step that its source publishes, the next part reads
     the bytes that can be read now and could not before. All parts together read the bytes of one read of the whole
@@ -244,12 +249,8 @@ class RequestParts:
         self._begin, self._end = self._tokens or (0, 0)
         self.granted: dict[str, Blocks] = {}
         """The blocks that the source has published so far, by group."""
-        self._moved: dict[str, int] = {}
-        """The first token of the next part, by group; absent: nothing of the group was read."""
-        self._layers_ahead: frozenset[str] = frozenset()
-        """Layers that were read further than the others."""
-        self._ahead: dict[str, int] = {}
-        """The first token of the next part of these layers, by group; absent: that of the other layers."""
+        self._moved: dict[_Moved, frozenset[str]] = {frozenset(): plan.layers}
+        """How far the layers were read, and which layers that far."""
         self._checked = False
 
     def next(self, steps: Mapping[str, Blocks], unfinished: Unfinished | None = None, *, last: bool) -> Expansion:
@@ -259,49 +260,38 @@ class RequestParts:
         last step has not come and no tokens were asked."""
         self.granted = joined((self.granted, steps))
         if last:
-            return together(self._all_layers(self._rest))
+            return together(self._read(self._plan.layers, self._rest))
         if self._tokens is None:
             raise InvalidField("tokens", None, "the tokens to read, since the publication is not complete")
         self._check()
-        parts = self._all_layers(partial(self._so_far, self.granted))
-        return together(parts if unfinished is None else [*parts, *self._some_layers(unfinished)])
+        parts = self._read(self._plan.layers, partial(self._so_far, self.granted))
+        if unfinished is not None:
+            begun = {runs.group: runs.blocks() for runs in unfinished.groups}
+            growing = [group.name for group in self._plan.groups if _grows(group, begun.get(group.name))]
+            more = {name: begun[name] for name in growing}
+            theirs = joined(({name: self.granted[name] for name in more if name in self.granted}, more))
+            parts += self._read(self._plan.layers.intersection(unfinished.layers), partial(self._so_far, theirs))
+        return together(parts)
 
-    def _all_layers(
-        self, wanted: Callable[[Mapping[str, int], dict[str, int]], dict[str, GroupRequest]]
+    def _read(
+        self, layers: frozenset[str], wanted: Callable[[Mapping[str, int]], dict[str, GroupRequest]]
     ) -> list[Expansion]:
-        """Expand the wanted tokens of each layer. `wanted` gets the first token of the next part by group, and stores
-        the first token of the part after it."""
-        until = dict(self._moved)
-        if not self._ahead:
-            found = [self._plan.expand_needed(wanted(self._moved, until))]
-        else:
-            further = {**self._moved, **self._ahead}
-            apart = (
-                (self._plan.layers - self._layers_ahead, wanted(self._moved, until)),
-                (self._layers_ahead, wanted(further, until)),
-            )
-            found = [self._plan.of_layers(layers).expand_needed(of) for layers, of in apart if of]
-        self._moved = until
-        self._ahead = {name: end for name, end in self._ahead.items() if end > until.get(name, end - 1)}
-        if not self._ahead:
-            self._layers_ahead = frozenset()
+        """Expand what is wanted of these layers. `wanted` gets the first token of the next part, by group."""
+        found: list[Expansion] = []
+        moved: dict[_Moved, frozenset[str]] = {}
+        for before, every in self._moved.items():
+            chosen = every & layers
+            of = wanted(dict(before)) if chosen else {}
+            if of:
+                found.append(self._plan.of_layers(chosen).expand_needed(of))
+            after = frozenset((dict(before) | {name: one.end for name, one in of.items()}).items())
+            for key, some in ((after, chosen), (before, every - chosen)):
+                if some:
+                    moved[key] = moved.get(key, frozenset()) | some
+        self._moved = moved
         return found
 
-    def _some_layers(self, unfinished: Unfinished) -> list[Expansion]:
-        """Expand the complete layers of blocks in which other layers are not complete, as far as they were not read."""
-        layers = self._plan.layers.intersection(unfinished.layers) - self._layers_ahead
-        if not layers:
-            return []
-        begun = {runs.group: runs.blocks() for runs in unfinished.groups}
-        more = {group.name: begun[group.name] for group in self._plan.groups if _grows(group, begun.get(group.name))}
-        theirs = joined(({name: self.granted[name] for name in more if name in self.granted}, more))
-        wanted = self._so_far(theirs, self._moved, self._ahead)
-        if not wanted:
-            return []
-        self._layers_ahead |= layers
-        return [self._plan.of_layers(layers).expand_needed(wanted)]
-
-    def _rest(self, moved: Mapping[str, int], until: dict[str, int]) -> dict[str, GroupRequest]:
+    def _rest(self, moved: Mapping[str, int]) -> dict[str, GroupRequest]:
         """All that was not read yet, of all groups."""
         whole = [group for group in self._plan.groups if group.name not in moved]
         wanted = self._needed(whole, self.granted, self._tokens)
@@ -309,9 +299,7 @@ class RequestParts:
             wanted |= self._needed([self._plan.destination.group(name)], self.granted, (begin, self._end))
         return wanted
 
-    def _so_far(
-        self, granted: Mapping[str, Blocks], moved: Mapping[str, int], until: dict[str, int]
-    ) -> dict[str, GroupRequest]:
+    def _so_far(self, granted: Mapping[str, Blocks], moved: Mapping[str, int]) -> dict[str, GroupRequest]:
         """The tokens that can be read before the last step."""
         wanted: dict[str, GroupRequest] = {}
         for group in self._plan.groups:
@@ -320,10 +308,8 @@ class RequestParts:
                 continue
             begin = moved.get(group.name, self._begin)
             end = self._plan.cut_below(group.name, min(theirs.end_token or 0, self._end))
-            found = self._needed([group], granted, (begin, end)) if begin < end else {}
-            if found:
-                until[group.name] = end
-                wanted |= found
+            if begin < end:
+                wanted |= self._needed([group], granted, (begin, end))
         return wanted
 
     def _needed(
