@@ -75,8 +75,14 @@ def together(parts: Sequence[Expansion]) -> Expansion:
     return Expansion(tuple(sources), sum(part.pieces for part in parts), sum(part.descriptors for part in parts))
 
 
-def expand(lanes: tuple[Lane, ...], staged: frozenset[Lane], needed: Mapping[str, GroupRequest]) -> Expansion:
-    """The descriptors of the needed blocks; see `ReadPlan.expand`. `staged` lanes go through staging memory."""
+def expand(
+    lanes: tuple[Lane, ...],
+    staged: frozenset[Lane],
+    needed: Mapping[str, GroupRequest],
+    footprints: Mapping[int, Footprint],
+) -> Expansion:
+    """The descriptors of the needed blocks; see `ReadPlan.expand`. `staged` lanes go through staging memory;
+    `footprints` are given by source rank."""
     collector = _Collector()
     for lane in lanes:
         wanted = needed.get(lane.group.name)
@@ -87,7 +93,7 @@ def expand(lanes: tuple[Lane, ...], staged: frozenset[Lane], needed: Mapping[str
         elif not collector.add_stream(lane, wanted):
             for segment in segments(lane, wanted):
                 collector.add(lane, segment)
-    return collector.result()
+    return collector.result(footprints)
 
 
 class _Collector:
@@ -175,14 +181,14 @@ class _Collector:
         else:
             self._few.setdefault((lane.source_rank, lane.memory), []).append(made)
 
-    def result(self) -> Expansion:
+    def result(self, footprints: Mapping[int, Footprint]) -> Expansion:
         found: dict[int, list[Descriptors]] = {}
         for (rank, memory), few in self._few.items():
             found.setdefault(rank, []).append(joined(memory, few))
         for rank, lists in self._lists.items():
             found.setdefault(rank, []).extend(lists)
         sources = tuple(
-            SourceDescriptors(rank, tuple(found.get(rank, ())), tuple(self._staged.get(rank, ())))
+            SourceDescriptors(rank, tuple(found.get(rank, ())), tuple(self._staged.get(rank, ())), footprints[rank])
             for rank in sorted({*found, *self._staged})
         )
         return Expansion(sources, self.pieces, self.descriptors)

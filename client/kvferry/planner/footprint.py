@@ -195,7 +195,7 @@ class BlockMap:
 class _RequestBlocks:
     """The blocks of a request on one side: from block ids to their indices in the request."""
 
-    def __init__(self, blocks: NeededBlocks, block_tokens: int) -> None:
+    def __init__(self, blocks: NeededBlocks, group: Group) -> None:
         self._ids = blocks.ids
         self._order: npt.NDArray[np.intp] | None = None
         """The indices of `_ids` in the request; None: `_ids` are in the request's order."""
@@ -204,7 +204,8 @@ class _RequestBlocks:
             # Most requests have rising ids. Sorting costs more than everything else here.
             self._ids, self._order = np.unique(self._ids, return_index=True)
         self._first = blocks.first
-        self.block_tokens = block_tokens
+        # A request has one block of state.
+        self.block_tokens = 1 if group.kind is GroupKind.STATE else group.block_tokens
         self.unambiguous = len(self._ids) == len(blocks.ids)
         """Whether no id occurs twice in the request. A source may publish a block twice."""
         breaks = steps != 1
@@ -412,12 +413,7 @@ def request_blocks(
     source_groups: Mapping[str, Group], groups: Mapping[str, Group], needed: Mapping[str, GroupRequest]
 ) -> dict[str, tuple[_RequestBlocks, _RequestBlocks]]:
     """The blocks of one request on both sides, by group; all footprints of the request share them."""
-
-    def of(blocks: NeededBlocks, group: Group) -> _RequestBlocks:
-        # A request has one block of state.
-        return _RequestBlocks(blocks, 1 if group.kind is GroupKind.STATE else group.block_tokens)
-
     return {
-        name: (of(wanted.source, source_groups[name]), of(wanted.destination, groups[name]))
+        name: (_RequestBlocks(wanted.source, source_groups[name]), _RequestBlocks(wanted.destination, groups[name]))
         for name, wanted in needed.items()
     }

@@ -164,13 +164,9 @@ class ReadPlan:
 
     def expand_needed(self, wanted: Mapping[str, GroupRequest]) -> Expansion:
         """The descriptors of the needed blocks, by group, which `needed` has checked."""
-        expansion = expand(self.lanes, self.staged, wanted)
         blocks = request_blocks(*self.groups_by_name, wanted)
-        sources = tuple(
-            replace(found, footprint=Footprint(self._block_maps[found.source_rank], blocks))
-            for found in expansion.sources
-        )
-        return replace(expansion, sources=sources)
+        footprints = {rank: Footprint(block_map, blocks) for rank, block_map in self._block_maps.items()}
+        return expand(self.lanes, self.staged, wanted, footprints)
 
 
 def plan_read(
