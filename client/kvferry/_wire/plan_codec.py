@@ -13,9 +13,8 @@ ALIKE = ("group", "layers", "components", "bytes_per_token", "bytes_per_request"
 
 def plan_to_proto(plan: ReadPlan) -> pb.RankPlan:
     """Encode a plan."""
-    lines = explain(plan)
-    answer = pb.RankPlan(rank=lines.rank.rank, labels=lines.rank.labels, uncovered=lines.uncovered)
-    for line in lines.reads:
+    answer = pb.RankPlan(rank=plan.rank.rank, labels=plan.rank.labels, uncovered=plan.uncovered)
+    for line in explain(plan):
         read = answer.reads.add(
             source_rank=line.source.rank,
             source_labels=line.source.labels,

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -68,18 +68,8 @@ class ReadLine:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class RankLines:
-    """The reads of one destination rank, by source rank and group. `uncovered` are the names, ``layer/component``, of
-    optional planes that the source does not hold."""
-
-    rank: RankGeometry
-    reads: tuple[ReadLine, ...]
-    uncovered: tuple[str, ...]
-
-
-def explain(plan: ReadPlan) -> RankLines:
-    """The lines of a plan."""
+def explain(plan: ReadPlan) -> tuple[ReadLine, ...]:
+    """The reads of a plan, by source rank and group."""
     gathered: dict[tuple[int, str, Interval, TokenShard, Stripe, Path], dict[str, list[PlaneRead]]] = {}
     chosen = {id(read): choice for lane, choice in zip(plan.lanes, plan.paths, strict=True) for read in lane.reads}
     for read in plan.reads:
@@ -98,8 +88,7 @@ def explain(plan: ReadPlan) -> RankLines:
             planes = ranks[source_rank], group, layers, tuple(names), units, tokens, stripe
             reasons = dict.fromkeys(chosen[id(read)].reason for read in reads)
             lines.append(ReadLine(*planes, *_cost(plan, reads, path, most), path.value, "; ".join(reasons)))
-    ordered = sorted(lines, key=lambda line: line.source.rank)
-    return RankLines(plan.rank, tuple(ordered), plan.uncovered)
+    return tuple(sorted(lines, key=lambda line: line.source.rank))
 
 
 def _cost(plan: ReadPlan, reads: Sequence[PlaneRead], path: Path, most: int) -> tuple[float, int, int, int, bool]:
@@ -182,9 +171,8 @@ def bytes_text(per_token: float, per_request: int) -> str:
     return " + ".join(part for part in parts if part)
 
 
-def source_loads(source: EngineGeometry, explained: Iterable[RankLines]) -> dict[int, float]:
+def source_loads(source: EngineGeometry, reads: Sequence[ReadLine]) -> dict[int, float]:
     """The fraction of the bytes that each source rank serves; of the states' bytes, if only states are read."""
-    reads = [line for lines in explained for line in lines.reads]
     by_token = any(line.bytes_per_token for line in reads)
     loads = {rank.rank: 0.0 for rank in source.ranks}
     for line in reads:
@@ -223,13 +211,13 @@ def to_json(plans: Sequence[ReadPlan]) -> dict[str, Any]:
         "layers": list(order),
         "ranks": [
             {
-                **_rank_json(lines.rank),
-                "reads": [_read_json(line, order) for line in lines.reads],
-                "uncovered": list(lines.uncovered),
+                **_rank_json(plan.rank),
+                "reads": [_read_json(line, order) for line in lines],
+                "uncovered": list(plan.uncovered),
             }
-            for lines in explained
+            for plan, lines in zip(plans, explained, strict=True)
         ],
-        "totals": totals(plans, explained),
+        "totals": totals(plans, [*chain(*explained)]),
     }
 
 
@@ -252,10 +240,9 @@ def _read_json(line: ReadLine, order: Mapping[str, int]) -> dict[str, Any]:
     return found if line.stripe.whole else {**found, "stripe": asdict(line.stripe)}
 
 
-def totals(plans: Sequence[ReadPlan], explained: Sequence[RankLines]) -> dict[str, Any]:
+def totals(plans: Sequence[ReadPlan], reads: Sequence[ReadLine]) -> dict[str, Any]:
     """The sums over all reads of all ranks."""
-    reads = [line for lines in explained for line in lines.reads]
-    loads = source_loads(plans[0].source, explained) if plans else {}
+    loads = source_loads(plans[0].source, reads) if plans else {}
     return {
         "reads": len(reads),
         "bytes_per_token": _number(sum(line.bytes_per_token for line in reads)),
@@ -280,31 +267,31 @@ def to_text(plans: Sequence[ReadPlan]) -> str:
         return "no rank to plan for"
     order = layer_order(plans)
     explained = [explain(plan) for plan in plans]
-    reads = [line for lines in explained for line in lines.reads]
+    reads = [*chain(*explained)]
     numbers = {id(line): number for number, line in enumerate(reads, 1)}
     columns = ("read", "rank", "reads from", "group", "layers", "components", "units", "tokens", "blocks")
     rows: list[tuple[str, ...]] = [(*columns, "bytes", "descriptors/block", "path")]
-    for lines in explained:
-        name = lines.rank.label
-        for line in lines.reads:
+    for plan, lines in zip(plans, explained, strict=True):
+        name = plan.rank.label
+        for line in lines:
             rows.append((str(numbers[id(line)]), name, *_cells(line, order)))
             name = ""
-        if not lines.reads:
+        if not lines:
             rows.append(("", name, "nothing", *[""] * 9))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    sums = totals(plans, explained)
+    sums = totals(plans, reads)
     text.append("")
     text.append(f"total        {sums['reads']} reads, {bytes_text(sums['bytes_per_token'], sums['bytes_per_request'])}")
     text.append(
         f"descriptors  {sums['descriptors_per_block']} per block after fusing, {sums['pieces_per_block']} before; "
-        f"{_merging(explained)}"
+        f"{_merging(reads)}"
     )
     text.append(f"imbalance    the busiest source rank serves {sums['imbalance']:.2f} times the mean")
     text.extend(_paths(reads))
-    for lines in explained:
-        for plane in lines.uncovered:
-            text.append(f"uncovered    {lines.rank.label}: the source has no {plane}, which may stay uncovered")
+    for plan in plans:
+        for plane in plan.uncovered:
+            text.append(f"uncovered    {plan.rank.label}: the source has no {plane}, which may stay uncovered")
     return "\n".join(text)
 
 
@@ -339,8 +326,8 @@ def _paths(reads: Iterable[ReadLine]) -> list[str]:
     return text
 
 
-def _merging(explained: Iterable[RankLines]) -> str:
-    merging = {line.runs_merge for lines in explained for line in lines.reads}
+def _merging(reads: Iterable[ReadLine]) -> str:
+    merging = {line.runs_merge for line in reads}
     if merging == {True}:
         return "consecutive blocks merge"
     return "consecutive blocks do not merge" if merging == {False} else "consecutive blocks merge in some reads"
