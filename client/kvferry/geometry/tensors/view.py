@@ -160,8 +160,6 @@ def _view_of_torch(tensor: Any) -> TensorView:
             f"a tensor of {tensor.dtype} has scales and zero points of its own, which would not move; keep integers "
             "and scales in tensors of their own, each a component",
         )
-    if tensor.numel() == 0:
-        raise BadGeometry("tensor", f"a tensor of shape {tuple(tensor.shape)} holds nothing")
     itemsize = int(tensor.element_size())
     storage = tensor.untyped_storage()
     return TensorView(
