@@ -144,7 +144,6 @@ STRICT_ORDER = "any factor above the largest count keeps the cuts apart"
 BEFORE_ANY = "a clock of a machine that runs reads more"
 NO_ROOM = "no region reaches there, so that there is no room for a byte"
 SHORT_CUT = "a short cut for one region: the search answers the same"
-NO_WINDOW = "the byte behind is in no block's window"
 BOTH_WAYS = "a short cut: the search answers the same"
 FOR_THE_TYPE = "never so: the type asks for it"
 BOTH_WAYS_ROUND = "equal is equal both ways round"
@@ -216,12 +215,7 @@ TARGETS: dict[str, Target] = {
         },
     ),
     "client/kvferry/planner/footprint.py": Target(
-        (FOOTPRINT, ORACLE),
-        {
-            "Slabs.blocks: last < used[place] -> last <= used[place]": NO_WINDOW,
-            "Slabs.room: address < self.end[place] -> address <= self.end[place]": NO_WINDOW,
-            "Slabs.room: offset < span -> offset <= span": "there is no room either way",
-        },
+        (FOOTPRINT, ORACLE), {"Slabs.room: address < end -> address <= end": "there is no room either way"}
     ),
     "client/kvferry/_transport/transfer.py": Target((("tests/transport/test_tracking.py",), READS)),
     "client/kvferry/_transport/peer_link.py": Target(

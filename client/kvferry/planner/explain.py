@@ -136,8 +136,8 @@ def _merges(lane: Lane, path: Path) -> bool:
     same_blocks = lane.line.same_tokens and lane.source.block_states == lane.destination.block_states
     if lane.group.kind is GroupKind.STATE or not same_blocks:
         return False
-    stride = lane.source.block_stride
-    return stride == lane.destination.block_stride and bool((lane.rows(lane.whole_block).length == stride).all())
+    _, others = lane.block_rows(lane.whole_block)
+    return len(others.length) == 0
 
 
 def layer_order(plans: Sequence[ReadPlan]) -> dict[str, int]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from math import inf
 from typing import Any, TypeAlias
 
@@ -38,23 +37,16 @@ check of a long request takes 15 s and more (measured)."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slabs:
-    """Slabs that do not overlap, by rising address: ``uint64[n]`` each.
-
-    Of the `stride` from block to block, `window` bytes belong to the block. Where an axis of a plane, its units for
-    example, steps further than from block to block, the same blocks occur again and again in the slab: once per *cycle*
-    of that axis. `span` is the bytes from the first block to the end of the last, within one cycle; `cycles` has
-    (bytes, used bytes) of a cycle of each such axis, the longest first.
-    """
+    """Slabs that do not overlap, by rising address: ``uint64[n]`` each. Of the `stride` from block to block, `window`
+    bytes belong to the block."""
 
     begin: Addresses
     end: Addresses
     stride: Addresses
     window: Addresses
-    span: Addresses
-    cycles: tuple[tuple[Addresses, Addresses], ...]
 
     def blocks(self, address: Addresses, length: Addresses) -> tuple[Bools, Int64s, Int64s]:
-        """Whether each range lies inside one slab and one cycle, and the ids of its first and last block."""
+        """Whether each range lies inside one slab, and the ids of its first and last block."""
         place = self.at(address)
         begin = self.begin[place]
         # The ranges lie inside regions (`kvferry._transport.bounds`): their ends do not wrap.
@@ -62,11 +54,6 @@ class Slabs:
         # Ranges that are not inside may wrap here; their ids are not used.
         first = address - begin
         last = first + length - np.uint64(1)
-        for steps, used in self.cycles:
-            step = steps[place]
-            inside &= first // step == last // step
-            first, last = first % step, last % step
-            inside &= last < used[place]
         stride = self.stride[place]
         first_block = first // stride
         # Bytes between blocks may belong to blocks of other planes: only a range that begins in a block may end there.
@@ -74,14 +61,10 @@ class Slabs:
         return inside, first_block.astype(np.int64), (last // stride).astype(np.int64)
 
     def room(self, address: Addresses) -> Addresses:
-        """Bytes from each address to the end of its slab or cycle; 0 for addresses in no slab."""
+        """Bytes from each address to the end of its slab; 0 for addresses in no slab."""
         place = self.at(address)
-        begin, span = self.begin[place], self.span[place]
-        offset = address - begin
-        for steps, _ in self.cycles:
-            offset = offset % steps[place]
-        inside = (address >= begin) & (address < self.end[place]) & (offset < span)
-        return np.where(inside, span - offset, np.uint64(0))
+        begin, end = self.begin[place], self.end[place]
+        return np.where((address >= begin) & (address < end), end - address, np.uint64(0))
 
     def at(self, address: Addresses) -> npt.NDArray[np.intp]:
         """The index of the slab in which, or behind which, each address lies."""
@@ -104,20 +87,21 @@ def layers_of(planes: Iterable[Plane]) -> tuple[Slabs, ...]:
 
 
 def _arrays(slabs: Sequence[_Slab]) -> Slabs:
-    begin, end, stride, window, span = (
-        np.array([getattr(slab, name) for slab in slabs], np.uint64)
-        for name in ("begin", "end", "stride", "window", "span")
-    )
-    # A slab with fewer cycles than another gets some that never end.
-    cycles = zip_longest(*(slab.used for slab in slabs), fillvalue=(ADDRESS_LIMIT, ADDRESS_LIMIT))
-    columns = (zip(*column, strict=True) for column in cycles)
-    pairs = tuple((np.array(steps, np.uint64), np.array(used, np.uint64)) for steps, used in columns)
-    return Slabs(begin, end, stride, window, span, pairs)
+    columns = []
+    for slab in slabs:
+        begin = np.array([slab.begin], np.uint64)
+        for step, count in slab.cycles:
+            begin = np.add.outer(begin, np.arange(count, dtype=np.uint64) * np.uint64(step)).ravel()
+        end = np.minimum(begin + np.uint64(slab.span), np.uint64(slab.end))
+        columns.append((begin, end, np.full_like(begin, slab.stride), np.full_like(begin, slab.window)))
+    return Slabs(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Slab:
-    """One slab, see `Slabs`. `cycles`: (bytes, number) of each axis."""
+    """A slab, or several: where an axis of a plane, its units for example, steps further than from block to block, the
+    same blocks occur again and again, once per *cycle* of that axis. `cycles` are (bytes, number) of each such axis,
+    the longest first."""
 
     begin: int
     end: int
@@ -340,8 +324,7 @@ def _blocks_of(slabs: Slabs, row: Addresses, offset: Addresses, of: Descriptors)
 
     In such rows all blocks of all runs are those of one slab, at one distance, and the bytes begin at one position in
     the block. So if the lowest run and the highest run lie in one slab, all runs do, in the blocks as many strides away
-    as their offsets say. The position is one position also where an axis of the plane steps further than blocks: two
-    addresses that differ by as many strides as their blocks have the same index on that axis (`Slabs.cycles`).
+    as their offsets say.
     """
     ends = [int(offset.argmin()), int((offset + of.repeats * of.length[0]).argmax())]
     address, more = np.add.outer(row, offset[ends]), of.repeats.astype(np.int64) - 1

@@ -104,6 +104,7 @@ _PHRASES = {
     "dict_type": "an object",
     "tuple_type": "a list of two integers",
     "missing": "a value: this field has no default",
+    "string_pattern_mismatch": "a name with {} for the layer's index",
 }
 _AROUND = re.compile(r"^\w+ should (be |have )?|^Value error, | after validation, not \d+")
 

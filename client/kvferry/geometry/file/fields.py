@@ -51,12 +51,6 @@ def _whole_order(order: list[str]) -> list[str]:
     return order
 
 
-def _with_index(name: str) -> str:
-    if name.count("{") != 1 or name.count("}") != 1 or "{}" not in name:
-        raise ValueError("a name with {} for the layer's index")
-    return name
-
-
 Index = Annotated[int, Field(ge=0, le=BIG)]
 Positive = Annotated[int, Field(ge=1, le=1 << 31)]
 
@@ -204,11 +198,11 @@ class Table(Placing, Meaning):
         "Its layers: indices and [begin, end] intervals, each layer once, in the order of memory. Default: all.",
         min_length=1,
     )
-    layer_name: Annotated[str, AfterValidator(_with_index)] = text(
+    layer_name: str = text(
         "layers.{}",
         256,
         "Name of its layers, {} for the index; equal on both engines.",
-        json_schema_extra={"pattern": r"^[^{}]*\{\}[^{}]*$"},
+        pattern=r"^[^{}]*\{\}[^{}]*$",
     )
     stage: Own[int] = integer(
         None,
