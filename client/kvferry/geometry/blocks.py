@@ -84,11 +84,6 @@ class Blocks:
     def __reduce__(self) -> tuple[object, ...]:
         return (Blocks, (self.ids, self.first_token, self.end_token, self.state_token))
 
-    def runs(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The ids as runs of consecutive ids: first ids and counts, ``int64[r]`` each."""
-        starts, counts = split_runs(self.ids)
-        return self.ids[starts].astype(np.int64), counts
-
 
 def _check_tokens(where: str, first: int, end: int | None, state: int) -> None:
     end = first if end is None else end
@@ -131,7 +126,7 @@ class BlockRuns:
 
     @classmethod
     def of_blocks(cls, group: str, blocks: Blocks) -> BlockRuns:
-        starts, counts = (tuple(column.tolist()) for column in blocks.runs())
+        starts, counts = (tuple(column.tolist()) for column in id_runs(blocks.ids))
         return cls(group, blocks.first_token, blocks.end_token, blocks.state_token, starts, counts)
 
     @property
@@ -174,6 +169,12 @@ class BlockRuns:
         """These blocks and the blocks after them, of the same group, as one."""
         starts, counts = self.starts + more.starts, self.counts + more.counts
         return BlockRuns(self.group, self.first_token, more.end_token, more.state_token, starts, counts)
+
+
+def id_runs(ids: AnyIds) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Ids, or block indices, as runs of consecutive ones: the first of each run, and counts, ``int64[r]`` each."""
+    starts, counts = split_runs(ids)
+    return ids[starts].astype(np.int64), counts
 
 
 def ids_of_runs(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> BlockIds:

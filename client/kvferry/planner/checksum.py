@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import InvalidField
-from kvferry.geometry.blocks import TOKEN_LIMIT, split_runs
+from kvferry.geometry.blocks import TOKEN_LIMIT
 
 Words: TypeAlias = npt.NDArray[np.int64]
 Sums: TypeAlias = npt.NDArray[np.uint32]
@@ -80,12 +80,6 @@ def sampled(publication: int, indices: npt.NDArray[np.int64], share: float) -> n
     seed = _mix(np.array([publication], np.uint64))
     drawn = _mix(indices.astype(np.uint64) + seed) >> np.uint64(32)
     return drawn < np.uint64(round(share * 2**32))
-
-
-def runs_of(indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Rising block indices as runs of consecutive indices: first indices and counts, ``int64[runs]`` each."""
-    starts, counts = split_runs(indices)
-    return indices[starts], counts
 
 
 def places_of(starts: Sequence[int], counts: Sequence[int], most: int) -> npt.NDArray[np.int64]:
