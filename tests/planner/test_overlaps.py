@@ -233,7 +233,7 @@ def test_a_destination_is_refused_when_two_engines_meet() -> None:
         match=r"rank 0, planes layers\.1/key and layers\.1/value: both hold the same bytes.*They begin at 0x",
     ):
         diff(source, overlapping())
-    with pytest.raises(BadGeometry, match="which a read would write twice"):
+    with pytest.raises(BadGeometry, match="A read writes them twice"):
         plan_read(source, overlapping(), 0)
 
 

@@ -12,7 +12,7 @@ divisor, which no engine has) passes: a layout that may be right is never refuse
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import BadGeometry
-from kvferry.geometry.model import Group, RankGeometry
+from kvferry.geometry.model import Group
 from kvferry.geometry.plane import Plane
 
 MOST_STEPS = 200_000
@@ -73,34 +73,21 @@ class _Steps:
         return self._left >= 0
 
 
-def check_unshared(groups: Iterable[Group], rank: RankGeometry) -> None:
-    """Raise `BadGeometry`, naming both, if two planes of a rank share a byte and are not both `Plane.shared`.
+def check_apart(groups: Iterable[Group], rank: int, planes: Collection[Plane], *, may_share: bool = False) -> None:
+    """Raise `BadGeometry`, naming both, if two of a rank's planes share a byte: a read would write it twice.
 
-    Groups of one pool overlap by design.
+    Groups of one pool overlap by design. With `may_share`, so may planes that are both `Plane.shared`, as of layers
+    that share their cache: a source may declare memory twice.
     """
-    if all(plane.shared for plane in rank.planes):
+    if may_share and all(plane.shared for plane in planes):
         return
-    problem = "both hold the same bytes. {} Layers that share a cache on purpose both say shared=True"
-    _check(groups, rank.rank, rank.planes, problem, may_share=True)
-
-
-def check_apart(groups: Iterable[Group], rank: int, planes: Iterable[Plane]) -> None:
-    """Raise `BadGeometry`, naming both, if two planes that a read writes share a byte.
-
-    Groups of one pool overlap by design. A source may declare memory twice, for layers that share their cache; a
-    destination may not. `rank` is the destination rank, for the message; `planes` are its written planes.
-    """
-    problem = "both hold the same bytes, which a read would write twice. {}"
-    _check(groups, rank, planes, problem, may_share=False)
-
-
-def _check(groups: Iterable[Group], rank: int, planes: Iterable[Plane], problem: str, *, may_share: bool) -> None:
     by_name = {group.name: group for group in groups}
     spaces: dict[tuple[int, int], list[_Box]] = {}
     for plane in planes:
         box = _box(plane, by_name[plane.group])
         spaces.setdefault((plane.memory_kind, plane.device), []).append(box)
     steps = _Steps()
+    advice = "Layers that share a cache on purpose both say shared=True" if may_share else "A read writes them twice"
     for boxes in spaces.values():
         for one, other in _suspects(boxes, steps):
             if not steps.take(1):
@@ -108,8 +95,8 @@ def _check(groups: Iterable[Group], rank: int, planes: Iterable[Plane], problem:
             if may_share and one.plane.shared and other.plane.shared:
                 continue
             if _share_a_byte(one, other, steps):
-                where = f"rank {rank}, planes {one.plane.name} and {other.plane.name}"
-                raise BadGeometry(where, problem.format(_asked(one.plane, other.plane)))
+                problem = f"both hold the same bytes. {_asked(one.plane, other.plane)} {advice}"
+                raise BadGeometry(f"rank {rank}, planes {one.plane.name} and {other.plane.name}", problem)
 
 
 def _asked(one: Plane, other: Plane) -> str:

@@ -195,7 +195,7 @@ class Coverer:
                 break
             reads.extend(made)
         left = set(uncovered)
-        check_apart(self._groups, rank.rank, (plane for plane in rank.planes if plane.name not in left))
+        check_apart(self._groups, rank.rank, [plane for plane in rank.planes if plane.name not in left])
         return Covering(tuple(reads), tuple(uncovered), tuple(mismatches))
 
     def _differing(self, offered: _Named, plane: Plane) -> list[Mismatch]:
