@@ -55,12 +55,9 @@ class StagedRead:
     def batches(self, slot_bytes: int) -> Iterator[Batch]:
         """All rows in batches of at most `slot_bytes`; no row is longer (`kvferry.planner.path_choice`)."""
         stride = self.lane.source.block_stride
-        blocks = self.blocks * stride
-        runs, every = split_runs(self.blocks)[0], np.arange(len(blocks), dtype=np.int64)
         rows: list[_Rows] = []
         filled = 0
         for extent in self.lane.extents:
-            starts = runs if extent.length == stride else every
             first = 0
             while first < len(self.blocks):
                 fitting = (slot_bytes - filled) // extent.length
@@ -69,9 +66,11 @@ class StagedRead:
                     rows, filled = [], 0
                     continue
                 end = min(len(self.blocks), first + fitting)
-                within = _from(starts, first, end)
-                offset = (np.append(within, end) - first) * extent.length + filled
-                merged = extent.source + blocks[within], offset[:-1], np.diff(offset)
+                blocks = self.blocks[first:end]
+                # Rows of whole blocks go on in the next block.
+                starts = split_runs(blocks)[0] if extent.length == stride else np.arange(len(blocks), dtype=np.int64)
+                offset = np.append(starts, len(blocks)) * extent.length + filled
+                merged = extent.source + blocks[starts] * stride, offset[:-1], np.diff(offset)
                 rows.append(_Rows(extent, first, end, filled, merged))
                 # Rows of the next plane begin at a cache line.
                 filled = min(slot_bytes, -(-(filled + (end - first) * extent.length) // 64) * 64)
@@ -157,12 +156,3 @@ def _within(blocks: Int64s, rows: _Rows) -> slice:
     """The range of these rising block indices that lies in `rows`."""
     begin, end = np.searchsorted(blocks, (rows.first, rows.end))
     return slice(int(begin), int(end))
-
-
-def _from(starts: Int64s, first: int, end: int) -> Int64s:
-    """The beginnings of runs among the blocks ``[first, end)``; among all blocks, runs begin at `starts`."""
-    begin, behind = np.searchsorted(starts, (first, end))
-    within = starts[begin:behind]
-    if begin < behind and within[0] == first:
-        return within
-    return np.concatenate((np.array((first,), np.int64), within))
