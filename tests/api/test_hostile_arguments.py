@@ -44,8 +44,8 @@ from kvferry import (
 from kvferry._control.publish import Publish
 from kvferry.engine import Grant, SchedulerPort, WorkerOutput, WorkerPort
 from kvferry.errors import InvalidField, KvferryError
-from kvferry.geometry import formats, sharding
-from kvferry.geometry.tensors import Holding, Part, TensorView, opaque_planes, planes_of, planes_of_tensor
+from kvferry.geometry import formats, shard, shards
+from kvferry.geometry.tensors import Holding, Part, TensorView, planes_of, planes_of_tensor
 from kvferry.host_memory import HostMemory
 from tests.api.conftest import AXES, BLOCKS, TOKENS, array
 from tests.support.identifiers import unique_id
@@ -302,17 +302,10 @@ def constructors() -> Iterator[Case]:
         wrong |= {"latent_dim": [*NOT_AN_INTEGER, *NEGATIVE, 0, 9]} if "latent_dim" in more else {}
         yield Case(name, getattr(formats, name), right | more, wrong)
     yield Case(
-        "opaque_planes",
-        opaque_planes,
-        {"tensor": np.zeros((BLOCKS, 64), np.uint8), "layer": "l", "group": GROUP},
-        {
-            "tensor": [None, 1],
-            "layer": TEXT,
-            "group": [None, "full"],
-            "block_axis": [*NUMBER, 2],
-            "component": TEXT,
-            "holding": [1],
-        },
+        "planes_of, axes unknown",
+        planes_of,
+        {"tensors": {"l": np.zeros((BLOCKS, 64), np.uint8)}, "axes": None, "group": GROUP},
+        {"tensors": [None, [tensor], {"l": 1}, {1: tensor}], "group": [None, "full"], "holding": [1]},
     )
     yield Case(
         "planes_of_tensor",
@@ -320,11 +313,10 @@ def constructors() -> Iterator[Case]:
         {"tensor": tensor, "axes": AXES, "group": GROUP, "layers": "l"},
         {"layers": [None, 1, b"l", ["a", "b"], [1], []]},
     )
-    for name, least in (("shard", 3), ("token_shard", 2), ("shards", 2)):
-        function = getattr(sharding, name)
+    for function, least in ((shard, 3), (shards, 2)):
         names = list(inspect.signature(function).parameters)
         yield Case(
-            name,
+            function.__name__,
             function,
             dict(zip(names, (1, 2, 4) if least == 3 else (1, 2), strict=False)),
             {n: [*NOT_AN_INTEGER, *NEGATIVE, 0][: None if n != "index" else -1] for n in names},

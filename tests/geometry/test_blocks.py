@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvferry._wire.geometry_codec import blocks_from_proto, blocks_to_proto
 from kvferry.errors import BadBlock, InvalidField
-from kvferry.geometry.blocks import MAX_BLOCKS, Blocks, check_ids, check_unique
+from kvferry.geometry.blocks import MAX_BLOCKS, TOKEN_LIMIT, Blocks, check_ids, repeated
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 ids_lists = st.lists(st.integers(0, 2**31 - 1), max_size=60)
@@ -49,6 +49,13 @@ def test_end_token_defaults_to_the_end_of_the_last_block() -> None:
 def test_ids_that_would_be_truncated_are_refused(ids: object) -> None:
     with pytest.raises(InvalidField):
         Blocks(ids)  # type: ignore[arg-type]
+
+
+def test_tokens_past_the_limit_are_refused() -> None:
+    assert Blocks([3], TOKEN_LIMIT - 1).first_token == TOKEN_LIMIT - 1
+    for wrong in ((TOKEN_LIMIT, None, 0), (0, TOKEN_LIMIT, 0), (0, None, TOKEN_LIMIT)):
+        with pytest.raises(InvalidField, match=r"2\*\*40"):
+            Blocks([3], *wrong)
 
 
 def test_ids_cannot_be_changed_behind_a_checked_list() -> None:
@@ -99,10 +106,7 @@ def test_null_block_is_refused() -> None:
 
 
 @given(st.lists(st.integers(0, 30), max_size=12), st.lists(st.integers(0, 30), max_size=12))
-def test_destination_block_given_twice_in_a_pool_is_refused(one: list[int], two: list[int]) -> None:
-    lists = [Blocks(one).ids, Blocks(two).ids]
-    if len(set(one + two)) == len(one) + len(two):
-        check_unique("pool", lists)
-    else:
-        with pytest.raises(BadBlock, match="twice"):
-            check_unique("pool", lists)
+def test_the_smallest_id_that_is_given_twice_is_found(one: list[int], two: list[int]) -> None:
+    ids = one + two
+    twice = [block for block in ids if ids.count(block) > 1]
+    assert repeated([Blocks(one).ids, Blocks(two).ids]) == min(twice, default=None)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import BadGeometry
-from kvferry.geometry import Interval, TokenShard, shard, shards, token_shard
+from kvferry.geometry import Interval, TokenShard, shard, shards
 
 sizes = st.integers(1, 200)
 
@@ -42,5 +42,4 @@ def test_parts_that_do_not_exist_are_refused(index: int, count: int, size: int) 
 
 
 def test_a_single_token_shard_holds_all_tokens() -> None:
-    assert token_shard(0, 1, 16) == TokenShard()
-    assert token_shard(1, 4, 16) == TokenShard(1, 4, 16)
+    assert TokenShard(0, 1, 16) == TokenShard()

@@ -17,7 +17,6 @@ from kvferry.geometry.tensors import (
     Part,
     Tensor,
     TensorView,
-    opaque_planes,
     planes_of,
     planes_of_tensor,
     regions_of,
@@ -154,22 +153,22 @@ def test_tensor_without_named_axes_is_opaque_by_page() -> None:
 
 def test_opaque_page_whose_bytes_do_not_divide_by_its_tokens_is_one_state() -> None:
     tensor = torch.zeros(4, 1001, dtype=torch.uint8)
-    (plane,) = opaque_planes(tensor, "l", Group("full", block_tokens=16, num_blocks=4))
+    (plane,) = planes_of({"l": tensor}, None, Group("full", block_tokens=16, num_blocks=4))
     assert (plane.block_states, plane.state_bytes, plane.tokens_per_state) == (1, 1001, Fraction(16))
 
 
-def test_opaque_halves_are_planes_of_their_own() -> None:
+def test_opaque_halves_are_layers_of_their_own() -> None:
     tensor = torch.arange(2 * 4 * 16, dtype=torch.int32).reshape(2, 4, 16)
     group = Group("full", block_tokens=16, num_blocks=4)
-    planes = opaque_planes(tensor, "l", group, block_axis=1)
-    assert [plane.component for plane in planes] == ["kv.0", "kv.1"]
+    planes = planes_of({"l K": tensor[0], "l V": tensor[1]}, None, group)
+    assert [plane.name for plane in planes] == ["l K/kv", "l V/kv"]
     assert cell(planes[1], 3, 0, 5) == tensor[1, 3, 5].numpy().tobytes()
 
 
 def test_opaque_ranks_hold_undivided_units() -> None:
     tensor = torch.zeros(4, 16 * 64, dtype=torch.uint8)
     group = Group("full", block_tokens=16, num_blocks=4)
-    (plane,) = opaque_planes(tensor, "l", group, holding=Holding(units=Interval(2, 4), axis_size=8))
+    (plane,) = planes_of({"l": tensor}, None, group, holding=Holding(units=Interval(2, 4), axis_size=8))
     assert (plane.units, plane.state_bytes, plane.bytes_per_block) == (Interval(2, 4), 32, 1024)
 
 
@@ -194,9 +193,6 @@ class CudaTensor:
 
     def element_size(self) -> int:
         return 2
-
-    def numel(self) -> int:
-        return 512
 
     def untyped_storage(self) -> "CudaTensor":
         return self

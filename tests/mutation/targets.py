@@ -146,7 +146,6 @@ STRICT_ORDER = "any factor above the largest count keeps the cuts apart"
 BEFORE_ANY = "a clock of a machine that runs reads more"
 NO_ROOM = "no region reaches there, so that there is no room for a byte"
 SHORT_CUT = "a short cut for one region: the search answers the same"
-NO_WINDOW = "the byte behind is in no block's window"
 BOTH_WAYS = "a short cut: the search answers the same"
 FOR_THE_TYPE = "never so: the type asks for it"
 BOTH_WAYS_ROUND = "equal is equal both ways round"
@@ -160,7 +159,7 @@ TARGETS: dict[str, Target] = {
         {"Line.pieces: 1 -> 2": STRICT_ORDER, "StateLayout.of: 1 -> 2": ONE_SHARD},
     ),
     "client/kvferry/planner/coverage.py": Target(
-        PLANNER,
+        (COMPLETE, DECLARED, *PLANNER),
         {"Coverer.__init__: self._effort = 0 -> pass": RESET, "Coverer.cover: 0 -> 1": MILLIONS},
     ),
     "client/kvferry/planner/expansion.py": Target(PLANNER),
@@ -214,14 +213,8 @@ TARGETS: dict[str, Target] = {
             "RegionMap._ends_at: len(bases) == 1 -> len(bases) != 1": SHORT_CUT,
         },
     ),
-    "client/kvferry/planner/footprint.py": Target((FOOTPRINT, ORACLE)),
-    "client/kvferry/planner/slabs.py": Target(
-        (FOOTPRINT, ORACLE),
-        {
-            "Slabs.blocks: last < used[place] -> last <= used[place]": NO_WINDOW,
-            "Slabs.room: address < self.end[place] -> address <= self.end[place]": NO_WINDOW,
-            "Slabs.room: offset < span -> offset <= span": "there is no room either way",
-        },
+    "client/kvferry/planner/footprint.py": Target(
+        (FOOTPRINT, ORACLE), {"Slabs.room: address < end -> address <= end": "there is no room either way"}
     ),
     "client/kvferry/_transport/transfer.py": Target((("tests/transport/test_tracking.py",), READS)),
     "client/kvferry/_transport/peer_link.py": Target(
@@ -273,7 +266,6 @@ TARGETS: dict[str, Target] = {
         },
     ),
     "client/kvferry/planner/plan.py": Target((PARTS, *PLANNER), {"_check_size: 1 -> 0": MANY_LANES}),
-    "client/kvferry/planner/compatibility.py": Target((COMPLETE, DECLARED, REFUSALS)),
     "client/kvferry/_transport/calibration.py": Target((CALIBRATION,)),
     "client/kvferry/_integrity/verifier.py": Target((PARTLY_KNOWN, VERIFIED)),
     "client/kvferry/_integrity/checksum_publisher.py": Target((VERIFIED,)),

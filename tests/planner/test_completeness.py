@@ -10,8 +10,7 @@ import pytest
 
 from kvferry.errors import BadGeometry
 from kvferry.geometry import EngineGeometry, Group, Interval, Plane, RankGeometry, TokenShard
-from kvferry.planner.compatibility import check_complete
-from kvferry.planner.coverage import Indexed
+from kvferry.planner.coverage import Indexed, check_complete
 from tests.support.large_caches import plane
 
 HEADS = 6

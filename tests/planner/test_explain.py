@@ -172,23 +172,23 @@ def test_bytes_per_token_add_up(pair: str) -> None:
             for plane in plan.rank.planes
             if plan.destination.group(plane.group).kind is not GroupKind.STATE and plane.name not in plan.uncovered
         )
-        assert sum(line.bytes_per_token for line in explain(plan).reads) == pytest.approx(float(expected))
+        assert sum(line.bytes_per_token for line in explain(plan)) == pytest.approx(float(expected))
         states = sum(
             plane.bytes_per_block
             for plane in plan.rank.planes
             if plan.destination.group(plane.group).kind is GroupKind.STATE
         )
-        assert sum(line.bytes_per_request for line in explain(plan).reads) == states
+        assert sum(line.bytes_per_request for line in explain(plan)) == states
 
 
 @pytest.mark.parametrize("pair", sorted(PAIRS))
 def test_proto_equals_the_explained_lines(pair: str) -> None:
     for plan in PAIRS[pair]():
         lines, message = explain(plan), plan_to_proto(plan)
-        assert (message.rank, list(message.uncovered)) == (lines.rank, list(lines.uncovered))
-        assert len(message.reads) == len(lines.reads)
-        for line, read in zip(lines.reads, message.reads, strict=True):
-            assert (read.source_rank, read.group) == (line.source_rank, line.group)
+        assert (message.rank, list(message.uncovered)) == (plan.rank.rank, list(plan.uncovered))
+        assert len(message.reads) == len(lines)
+        for line, read in zip(lines, message.reads, strict=True):
+            assert (read.source_rank, read.group) == (line.source.rank, line.group)
             assert (tuple(read.layers), tuple(read.components)) == (line.layers, line.components)
             assert (read.unit_begin, read.unit_end) == (line.units.begin, line.units.end)
             assert read.HasField("token_shard") == (line.tokens.count > 1)
@@ -202,10 +202,10 @@ def test_block_sizes_without_a_small_common_multiple_are_explained_by_one_block(
     (plan,) = plans(
         engine("p", model, 1, block_tokens=1009, num_blocks=2), engine("d", model, 1, block_tokens=1013, num_blocks=2)
     )
-    (line,) = explain(plan).reads
+    (line,) = explain(plan)
     # Staged: a row for each plane of the two source blocks that the first block of the destination needs.
     assert (line.path, line.descriptors_per_block) == ("staged", 2 * 2)
-    (line,) = explain(plan.choose_paths(PathRule(ReadPath.DIRECT))).reads
+    (line,) = explain(plan.choose_paths(PathRule(ReadPath.DIRECT)))
     assert (line.path, line.descriptors_per_block) == ("direct", 2 * 2 * 2)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -104,10 +103,8 @@ def test_two_planes_are_refused_exactly_if_they_share_a_byte(data: st.DataObject
     common = written(one, group.num_blocks) & written(other, group.num_blocks)
     try:
         check_apart((group,), 0, (one, other))
-    except BadGeometry as error:
-        told = re.search(r"is byte (\d+) from the base of (.)/key", error.values["problem"])
-        bases = {found.layer: found.base for found in (one, other)}
-        assert bases[told[2]] + int(told[1]) in common if told else one.extent == other.extent and common
+    except BadGeometry:
+        assert common
     else:
         assert not common
 
@@ -233,10 +230,10 @@ def test_a_destination_is_refused_when_two_engines_meet() -> None:
     source = engine("p", tensors(layers=2)).geometry()
     with pytest.raises(
         BadGeometry,
-        match=r"rank 0, planes layers\.1/key and layers\.1/value: both hold the same bytes.*is byte \d+ from",
+        match=r"rank 0, planes layers\.1/key and layers\.1/value: both hold the same bytes.*They begin at 0x",
     ):
         diff(source, overlapping())
-    with pytest.raises(BadGeometry, match="which a read would write twice"):
+    with pytest.raises(BadGeometry, match="A read writes them twice"):
         plan_read(source, overlapping(), 0)
 
 

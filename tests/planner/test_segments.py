@@ -131,7 +131,7 @@ def test_a_lane_moves_its_stripe_in_whole_granules_and_nothing_below_the_floor(s
         begin, end = span(lane, needed)
         seen["none" if not due else "long" if end - begin > 2 * lane.line.period else "short"] += 1
         # A request of any length has few cuts: those of a period, and those of its two ends.
-        assert len(found) <= 3 * sum(len(alike.source_block) for alike in lane.line.period_pieces)
+        assert len(found) <= 3 * sum(len(alike.source) for alike in lane.line.period_pieces)
     assert all(seen.values())
 
 

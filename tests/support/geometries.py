@@ -2,7 +2,7 @@
 
 A model is a list of tensors. An engine says which units and tokens of them each rank holds, and how each rank lays
 them out; `Engine.build` is what the planner is told, and how much memory each rank has. Nothing here uses
-`kvferry.geometry.sharding`, `kvferry.geometry.formats` or the planner.
+`kvferry.geometry.shard`, `kvferry.geometry.formats` or the planner.
 """
 
 from __future__ import annotations

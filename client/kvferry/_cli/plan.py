@@ -80,8 +80,7 @@ def plan(
 
 def _plans(source: EngineGeometry, destination: EngineGeometry, rank: str, striping: bool) -> list[ReadPlan]:
     """Plan for the wanted ranks; raises `Incompatible` with the mismatches of all ranks."""
-    from kvferry.planner.compatibility import check_complete, diff
-    from kvferry.planner.coverage import Indexed
+    from kvferry.planner.coverage import Indexed, check_complete, diff
     from kvferry.planner.plan import plan_read
 
     ranks = _ranks(destination, rank)

@@ -23,10 +23,9 @@ from kvferry._memory.rank_memory import RankMemory
 from kvferry._threads import guarded, settle
 from kvferry._wire.token import EngineToken, engine_ref
 from kvferry.errors import Closed, InvalidField, LimitReached, PublicationReleased, PublicationStale
-from kvferry.geometry.blocks import Blocks, check_ids, without_nulls
+from kvferry.geometry.blocks import Blocks, check_ids, id_runs, without_nulls
 from kvferry.geometry.model import RankGeometry
 from kvferry.geometry.plane import Plane
-from kvferry.planner.checksum import runs_of
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = Log(__name__)
@@ -220,7 +219,7 @@ class Checksummer:
         for alike in source_blocks(plane, self._spec.group(plane.group), blocks, publication, self._share):
             sums = memory.sums(plane, plane.units, alike)
             for units, rows in divided(plane.units, alike.places, PAGE_SUMS):
-                starts, counts = runs_of(alike.places[rows])
+                starts, counts = id_runs(alike.places[rows])
                 begin, end = units.begin - plane.units.begin, units.end - plane.units.begin
                 yield pb.Checksums(
                     rank=self._rank.rank,

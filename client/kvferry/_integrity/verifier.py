@@ -17,9 +17,9 @@ from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._memory.rank_memory import RankMemory
 from kvferry.errors import DataLoss, InvalidField, KvferryError
-from kvferry.geometry.blocks import Blocks
+from kvferry.geometry.blocks import Blocks, id_runs
 from kvferry.geometry.plane import Interval
-from kvferry.planner.checksum import Sums, places_of, runs_of
+from kvferry.planner.checksum import Sums, places_of
 from kvferry.planner.coverage import PlaneRead
 from kvferry.planner.lane import Lane
 from kvferry.planner.plan import ReadPlan
@@ -216,7 +216,7 @@ def _queries(rank: int, tasks: list[_Task]) -> Iterator[tuple[pb.ChecksumQuery, 
         for units, names in by_units.items():
             for some, rows in divided(units, places, ASKED_SUMS):
                 chosen = places[rows]
-                starts, counts = runs_of(chosen)
+                starts, counts = id_runs(chosen)
                 size = len(chosen) * len(some)
                 together = max(1, min(ASKED_PLANES, ASKED_SUMS // size))
                 for at in range(0, len(names), together):

@@ -17,7 +17,7 @@ from kvferry._transport.transport import Transport
 from kvferry._wire.authority import agent_name, new_agent_key
 from kvferry.errors import Closed, InvalidField
 from kvferry.geometry.model import MemoryRegion, RankGeometry, check_rank, check_regions
-from kvferry.geometry.overlap import check_unshared
+from kvferry.geometry.overlap import check_apart
 from kvferry.geometry.tensors import Tensor, held, named_tensors
 
 
@@ -61,7 +61,7 @@ class LocalRank:
         clock: Callable[[], float],
     ) -> None:
         check_rank(spec.groups, rank)
-        check_unshared(spec.groups, rank)
+        check_apart(spec.groups, rank.rank, rank.planes, may_share=True)
         check_regions(rank, owned.regions)
         if rank.rank >= spec.num_ranks:
             raise InvalidField("rank", rank.rank, f"below num_ranks {spec.num_ranks}")

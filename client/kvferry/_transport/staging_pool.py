@@ -212,7 +212,7 @@ class StagedWork(PeerWork):
         while count < DESCRIPTORS_AHEAD and len(batches) < BATCHES_AHEAD and (batch := next(self._batches, None)):
             batches.append(batch)
             by_memory.setdefault(self.pool.pair(batch), []).append(batch)
-            count += len(batch.length)
+            count += batch.count
         if self._footprint is not None:
             for memory, alike in by_memory.items():
                 self._footprint.check_source(joined(memory, [batch.descriptors(0, memory) for batch in alike]))

@@ -7,20 +7,22 @@ from kvferry.planner.explain import explain
 from kvferry.planner.plan import ReadPlan
 from kvferry.v1 import introspection_pb2 as pb
 
-ALIKE = (
-    *("source_rank", "source_labels", "group", "layers", "components", "bytes_per_token", "bytes_per_request"),
-    *("descriptors_per_block", "path"),
-)
+ALIKE = ("group", "layers", "components", "bytes_per_token", "bytes_per_request", "descriptors_per_block", "path")
 """Fields with the same name and value in a line of a plan and in a message."""
 
 
 def plan_to_proto(plan: ReadPlan) -> pb.RankPlan:
     """Encode a plan."""
-    lines = explain(plan)
-    answer = pb.RankPlan(rank=lines.rank, labels=lines.labels, uncovered=lines.uncovered)
-    for line in lines.reads:
-        units, alike = line.units, {name: getattr(line, name) for name in ALIKE}
-        read = answer.reads.add(unit_begin=units.begin, unit_end=units.end, path_reason=line.reason, **alike)
+    answer = pb.RankPlan(rank=plan.rank.rank, labels=plan.rank.labels, uncovered=plan.uncovered)
+    for line in explain(plan):
+        read = answer.reads.add(
+            source_rank=line.source.rank,
+            source_labels=line.source.labels,
+            unit_begin=line.units.begin,
+            unit_end=line.units.end,
+            path_reason=line.reason,
+            **{name: getattr(line, name) for name in ALIKE},
+        )
         if line.tokens.count > 1:
             read.token_shard.CopyFrom(token_shard_to_proto(line.tokens))
         if not line.stripe.whole:

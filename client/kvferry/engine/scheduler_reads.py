@@ -34,7 +34,7 @@ from kvferry.errors import (
     WrongState,
 )
 from kvferry.geometry.blocks import Blocks, runs_of, taken_end
-from kvferry.planner.request_blocks import promised, written
+from kvferry.planner.request_blocks import written
 
 CANCEL_AGAIN = 10.0
 """Seconds after which ranks are asked again to cancel a read that has ended and is not quiet."""
@@ -139,10 +139,8 @@ class Reads(LeasedReads[SchedulerRead]):
             if read.stage is not ReadStage.GRANTED or offer is None:
                 raise _not_attachable(request_id, read.stage)
             offered = offer.blocks()
-            if not offer.complete:
-                if tokens is None:
-                    raise InvalidField("tokens", None, "the tokens to read, since the offer is not complete")
-                offered = promised(self._spec.groups, offered, blocks)
+            if not offer.complete and tokens is None:
+                raise InvalidField("tokens", None, "the tokens to read, since the offer is not complete")
             own = read.request.prompt
             check_within(prompt or own.prompt, tokens)
             own.prompt = prompt or own.prompt
@@ -150,7 +148,7 @@ class Reads(LeasedReads[SchedulerRead]):
             if error is not None:
                 self._forget(read)
                 raise error
-            ids = written(self._spec.groups, offered, blocks, tokens)
+            ids = written(self._spec.groups, offered, blocks, tokens, more=not offer.complete)
             read.written = self._writes.begin(read.read_id, ids, allow_overlap=allow_overlap)
             local = runs_of(blocks)
             read.lost = {name: tuple(listed.ids.tolist()) for name, listed in blocks.items()}

@@ -1,7 +1,7 @@
 """The parts of a KV cache: groups, planes of memory, the ranks' shares, and the blocks of a request. Values only.
 
-`kvferry.geometry.tensors` makes planes from tensors, `formats` names the axes of common engines' tensors, `sharding`
-divides heads and tokens among ranks, and `file` reads and writes geometries as files.
+`kvferry.geometry.tensors` makes planes from tensors, `formats` names the axes of common engines' tensors, and `file`
+reads geometries from files.
 """
 
 from kvferry.geometry.blocks import Blocks as Blocks
@@ -16,6 +16,5 @@ from kvferry.geometry.plane import Interval as Interval
 from kvferry.geometry.plane import MemoryKind as MemoryKind
 from kvferry.geometry.plane import Plane as Plane
 from kvferry.geometry.plane import TokenShard as TokenShard
-from kvferry.geometry.sharding import shard as shard
-from kvferry.geometry.sharding import shards as shards
-from kvferry.geometry.sharding import token_shard as token_shard
+from kvferry.geometry.plane import shard as shard
+from kvferry.geometry.plane import shards as shards

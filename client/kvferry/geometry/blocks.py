@@ -32,8 +32,9 @@ MAX_LAYERS = 1 << 13
 FEW_RUNS = 8
 """Up to this many runs are decoded without numpy's arithmetic, whose setup takes longer than the runs do."""
 
-TOKEN_LIMIT = 1 << 62
-"""Positions of tokens stay below this, as on the wire."""
+TOKEN_LIMIT = 1 << 40
+"""Positions of tokens stay below this. A token has at most 2**20 states (`kvferry.planner.coverage.MAX_CELLS`), so the
+positions of states fit numpy's int64."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,18 +84,13 @@ class Blocks:
     def __reduce__(self) -> tuple[object, ...]:
         return (Blocks, (self.ids, self.first_token, self.end_token, self.state_token))
 
-    def runs(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The ids as runs of consecutive ids: first ids and counts, ``int64[r]`` each."""
-        starts, counts = split_runs(self.ids)
-        return self.ids[starts].astype(np.int64), counts
-
 
 def _check_tokens(where: str, first: int, end: int | None, state: int) -> None:
     end = first if end is None else end
     if not 0 <= first <= end < TOKEN_LIMIT:
-        raise InvalidField(where, (first, end), "0 <= first_token <= end_token < 2**62")
+        raise InvalidField(where, (first, end), "0 <= first_token <= end_token < 2**40")
     if not 0 <= state < TOKEN_LIMIT:
-        raise InvalidField(f"{where}.state_token", state, "0 <= state_token < 2**62")
+        raise InvalidField(f"{where}.state_token", state, "0 <= state_token < 2**40")
 
 
 def _checked_ids(ids: Sequence[int] | npt.NDArray[np.integer]) -> BlockIds:
@@ -130,7 +126,7 @@ class BlockRuns:
 
     @classmethod
     def of_blocks(cls, group: str, blocks: Blocks) -> BlockRuns:
-        starts, counts = (tuple(column.tolist()) for column in blocks.runs())
+        starts, counts = (tuple(column.tolist()) for column in id_runs(blocks.ids))
         return cls(group, blocks.first_token, blocks.end_token, blocks.state_token, starts, counts)
 
     @property
@@ -173,6 +169,12 @@ class BlockRuns:
         """These blocks and the blocks after them, of the same group, as one."""
         starts, counts = self.starts + more.starts, self.counts + more.counts
         return BlockRuns(self.group, self.first_token, more.end_token, more.state_token, starts, counts)
+
+
+def id_runs(ids: AnyIds) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Ids, or block indices, as runs of consecutive ones: the first of each run, and counts, ``int64[r]`` each."""
+    starts, counts = split_runs(ids)
+    return ids[starts].astype(np.int64), counts
 
 
 def ids_of_runs(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> BlockIds:
@@ -271,14 +273,6 @@ def check_ids(group: str, side: str, ids: AnyIds, num_blocks: int, null_block: i
         raise BadBlock(group, side, bad, num_blocks, f"out of range{padding}")
     if null_block is not None and bool((ids == null_block).any()):
         raise BadBlock(group, side, null_block, num_blocks, "the null block holds nothing")
-
-
-def check_unique(pool: str, lists: Sequence[AnyIds]) -> None:
-    """Raise `BadBlock` if an id occurs twice in the destination blocks of a pool: in NIXL the last write would win."""
-    twice = repeated(lists)
-    if twice is not None:
-        most = max(int(ids.max()) for ids in lists if len(ids))
-        raise BadBlock(pool, "destination", twice, most + 1, "it is given twice")
 
 
 def repeated(lists: Sequence[AnyIds]) -> int | None:

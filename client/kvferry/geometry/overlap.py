@@ -3,8 +3,8 @@
 A plane is a box: it has an address for every choice of block, page, unit and state, each step a stride. First, boxes
 are separated all at once: those with separate extents; then those whose parts are separate within one period of the
 largest stride; and so on for each smaller stride. That separates thousands of layers, keys and values that interleave
-in one storage. For the few boxes left, "is there a byte in both" is an equation in bounded integers, which an exact
-search solves.
+in one storage. For the few boxes left, "is there a byte in both" is an equation in bounded integers, which numpy solves
+exactly.
 
 The search is bounded, so that no geometry of a peer can keep a server busy. An undecided pair (strides without a common
 divisor, which no engine has) passes: a layout that may be right is never refused.
@@ -12,30 +12,44 @@ divisor, which no engine has) passes: a layout that may be right is never refuse
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
+from types import SimpleNamespace
+
+import numpy as np
+import numpy.typing as npt
 
 from kvferry.errors import BadGeometry
-from kvferry.geometry.model import Group, RankGeometry
+from kvferry.geometry.model import Group
 from kvferry.geometry.plane import Plane
 
 MOST_STEPS = 200_000
-"""Boxes compared, and positions tried, for all planes of a rank: some tenths of a second."""
+"""Boxes compared, and positions that numpy tries, for all planes of a rank: some tenths of a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Box:
     """The bytes of a plane, or of its part in one period: from the address `first` on, `cell` contiguous bytes at every
     address. `axes` are (stride, count) of more than one step, largest stride first; each stride steps over all smaller
-    axes (`Plane` checks that). Planes of different groups of one pool may share bytes."""
+    axes (`Plane` checks that). `whole` are the axes of the plane. Planes of different groups of one pool may share
+    bytes."""
 
     plane: Plane
     pool: tuple[str, str]
     first: int
     cell: int
     axes: tuple[tuple[int, int], ...]
+    whole: tuple[tuple[int, int], ...]
+
+    @property
+    def memory(self) -> npt.NDArray[np.uint8]:
+        """All bytes of the plane. They may be another machine's: nothing reads them."""
+        strides, shape = zip(*self.whole, (1, self.cell), strict=True)
+        # A byte further on, since to numpy address 0 is no memory.
+        data = (self.plane.base + 1, True)
+        layout = {"version": 3, "typestr": "|u1", "data": data, "shape": shape, "strides": strides}
+        return np.asarray(SimpleNamespace(__array_interface__=layout))
 
     @property
     def extent(self) -> int:
@@ -59,80 +73,63 @@ class _Steps:
         return self._left >= 0
 
 
-def check_unshared(groups: Iterable[Group], rank: RankGeometry) -> None:
-    """Raise `BadGeometry`, naming both, if two planes of a rank share a byte and are not both `Plane.shared`.
+def check_apart(groups: Iterable[Group], rank: int, planes: Collection[Plane], *, may_share: bool = False) -> None:
+    """Raise `BadGeometry`, naming both, if two of a rank's planes share a byte: a read would write it twice.
 
-    Groups of one pool overlap by design.
+    Groups of one pool overlap by design. With `may_share`, so may planes that are both `Plane.shared`, as of layers
+    that share their cache: a source may declare memory twice.
     """
-    if all(plane.shared for plane in rank.planes):
+    if may_share and all(plane.shared for plane in planes):
         return
-    problem = "both hold the same bytes. {} Layers that share a cache on purpose both say shared=True"
-    _check(groups, rank.rank, rank.planes, problem, may_share=True)
-
-
-def check_apart(groups: Iterable[Group], rank: int, planes: Iterable[Plane]) -> None:
-    """Raise `BadGeometry`, naming both, if two planes that a read writes share a byte.
-
-    Groups of one pool overlap by design. A source may declare memory twice, for layers that share their cache; a
-    destination may not. `rank` is the destination rank, for the message; `planes` are its written planes.
-    """
-    problem = "both hold the same bytes, which a read would write twice. {}"
-    _check(groups, rank, planes, problem, may_share=False)
-
-
-def _check(groups: Iterable[Group], rank: int, planes: Iterable[Plane], problem: str, *, may_share: bool) -> None:
     by_name = {group.name: group for group in groups}
     spaces: dict[tuple[int, int], list[_Box]] = {}
     for plane in planes:
         box = _box(plane, by_name[plane.group])
         spaces.setdefault((plane.memory_kind, plane.device), []).append(box)
     steps = _Steps()
+    advice = "Layers that share a cache on purpose both say shared=True" if may_share else "A read writes them twice"
     for boxes in spaces.values():
         for one, other in _suspects(boxes, steps):
             if not steps.take(1):
                 return
             if may_share and one.plane.shared and other.plane.shared:
                 continue
-            found = _shared_byte(one, other, steps)
-            if found is not None:
-                raise BadGeometry(
-                    f"rank {rank}, planes {one.plane.name} and {other.plane.name}",
-                    problem.format(_asked(one.plane, other.plane, found)),
-                )
+            if _share_a_byte(one, other, steps):
+                problem = f"both hold the same bytes. {_asked(one.plane, other.plane)} {advice}"
+                raise BadGeometry(f"rank {rank}, planes {one.plane.name} and {other.plane.name}", problem)
 
 
-def _asked(one: Plane, other: Plane, byte: int) -> str:
+def _asked(one: Plane, other: Plane) -> str:
     """A hint for the error where two planes hold the same byte."""
     if one.group != other.group:
         return "Groups that lie over each other share a pool."
     if one.extent == other.extent and one.layer != other.layer:
         return "Are both layers the same tensor?"
-    return f"One of them is byte {byte - one.base} from the base of {one.name}."
+    return f"They begin at {one.base:#x} and {other.base:#x}."
 
 
 def _box(plane: Plane, group: Group) -> _Box:
     # Blocks past the group's own are never written.
-    axes = [
+    axes = tuple(
         (stride, min(count, group.num_blocks) if name == "block_stride" else count)
         for stride, count, name in plane.axes
         if name != "block_stride" or group.num_blocks > 1
-    ]
+    )
     pool = ("pool", group.pool) if group.pool else ("group", group.name)
-    return _Box(plane, pool, plane.base, plane.state_bytes, tuple(axes))
+    return _Box(plane, pool, plane.base, plane.state_bytes, axes, axes)
 
 
 def _suspects(boxes: list[_Box], steps: _Steps) -> Iterator[tuple[_Box, _Box]]:
     """Pairs that may not share a byte, and that cannot be separated all at once."""
-    whole = {box.plane.name: box for box in boxes}
     groups: dict[str, list[_Box]] = {}
     for box in boxes:
         groups.setdefault(box.plane.group, []).append(box)
     for members in groups.values():
         for cluster in _together(members, steps, across_pools=False):
-            yield from combinations([whole[box.plane.name] for box in cluster], 2)
+            yield from combinations(cluster, 2)
     # Apart from each group's own planes: groups of one pool overlap, and would join separate planes.
     for cluster in _together(boxes, steps, across_pools=True):
-        for one, other in combinations([whole[box.plane.name] for box in cluster], 2):
+        for one, other in combinations(cluster, 2):
             if one.pool != other.pool:
                 yield one, other
 
@@ -190,50 +187,13 @@ def _fold(cluster: list[_Box]) -> list[_Box] | None:
     return folded
 
 
-def _shared_byte(one: _Box, other: _Box, steps: _Steps) -> int | None:
-    """The address of a byte of both boxes; None if there is none, or the search ended before finding one.
-
-    The distance between a cell of one box and a cell of the other is ``one.first - other.first`` plus a multiple of
-    each stride; a stride of both boxes counts once, with the difference of the two indices.
-    """
-    reach: dict[int, tuple[int, int]] = {}
-    for stride, count in one.axes:
-        reach[stride] = 0, count - 1
-    for stride, count in other.axes:
-        reach[stride] = 1 - count, reach.get(stride, (0, 0))[1]
-    strides = sorted(reach, reverse=True)
-    measure = [0] * (len(strides) + 1)
-    low, high = [0] * (len(strides) + 1), [0] * (len(strides) + 1)
-    for level in range(len(strides) - 1, -1, -1):
-        stride = strides[level]
-        measure[level] = math.gcd(measure[level + 1], stride)
-        low[level] = low[level + 1] + stride * reach[stride][0]
-        high[level] = high[level + 1] + stride * reach[stride][1]
-    # Cells share a byte if their distance lies between these.
-    least, most = 1 - one.cell, other.cell - 1
-
-    def search(level: int, distance: int) -> tuple[int, ...] | None:
-        """Multiples of the strides from `level` on that make the cells overlap."""
-        if not steps.take(1) or distance + high[level] < least or distance + low[level] > most:
-            return None
-        if level == len(strides):
-            return ()
-        if least + (distance - least) % measure[level] > most:
-            return None
-        stride = strides[level]
-        begin = max(reach[stride][0], -((distance + high[level + 1] - least) // stride))
-        end = min(reach[stride][1], (most - distance - low[level + 1]) // stride)
-        for multiple in range(begin, end + 1):
-            rest = search(level + 1, distance + stride * multiple)
-            if rest is not None:
-                return multiple, *rest
-            if not steps.take(0):
-                return None
-        return None
-
-    found = search(0, one.first - other.first)
-    if found is None:
-        return None
-    mine = one.first + sum(stride * max(0, multiple) for stride, multiple in zip(strides, found, strict=True))
-    theirs = other.first + sum(stride * max(0, -multiple) for stride, multiple in zip(strides, found, strict=True))
-    return max(mine, theirs)
+def _share_a_byte(one: _Box, other: _Box, steps: _Steps) -> bool:
+    """Whether the planes of two boxes have a byte in common; False if the search ended before that was known."""
+    positions, mine, theirs = 1, one.memory, other.memory
+    while steps.take(positions):
+        try:
+            # numpy's stubs know two values only.
+            return np.shares_memory(mine, theirs, max_work=positions)  # type: ignore[arg-type]
+        except (RuntimeError, OverflowError):
+            positions *= 4
+    return False

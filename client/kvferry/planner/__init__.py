@@ -4,7 +4,7 @@
 `to_json` and `to_svg` show a plan.
 """
 
-from kvferry.planner.compatibility import diff as diff
+from kvferry.planner.coverage import diff as diff
 from kvferry.planner.explain import ReadLine as ReadLine
 from kvferry.planner.explain import explain as explain
 from kvferry.planner.explain import to_json as to_json

@@ -28,16 +28,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import InvalidField
-from kvferry.geometry.blocks import split_runs
+from kvferry.geometry.blocks import TOKEN_LIMIT
 
 Words: TypeAlias = npt.NDArray[np.int64]
 Sums: TypeAlias = npt.NDArray[np.uint32]
 
 WORD = 8
 """Bytes of a word."""
-
-INDEX_LIMIT = 1 << 40
-"""Block indices stay below this, as tokens do."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -85,17 +82,11 @@ def sampled(publication: int, indices: npt.NDArray[np.int64], share: float) -> n
     return drawn < np.uint64(round(share * 2**32))
 
 
-def runs_of(indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Rising block indices as runs of consecutive indices: first indices and counts, ``int64[runs]`` each."""
-    starts, counts = split_runs(indices)
-    return indices[starts], counts
-
-
 def places_of(starts: Sequence[int], counts: Sequence[int], most: int) -> npt.NDArray[np.int64]:
     """The block indices of a peer's runs; raises `InvalidField` unless they rise and are 1 to `most` in number."""
     firsts, lengths = np.array(starts, np.uint64), np.array(counts, np.uint64)
-    expected = f"runs that rise, of together 1 to {most} places below {INDEX_LIMIT}"
-    if not 0 < len(firsts) == len(lengths) <= most or int(lengths.min()) < 1 or int(firsts.max()) >= INDEX_LIMIT:
+    expected = f"runs that rise, of together 1 to {most} places below {TOKEN_LIMIT}"
+    if not 0 < len(firsts) == len(lengths) <= most or int(lengths.min()) < 1 or int(firsts.max()) >= TOKEN_LIMIT:
         raise InvalidField("places", f"{len(firsts)} starts, {len(lengths)} counts", expected)
     total = int(lengths.sum())
     # Counts have 32 bits, so that neither sum wraps.

@@ -1,4 +1,5 @@
-"""Whether, and from which source ranks, a destination rank can read its planes: each unit and token exactly once.
+"""Whether one engine can read another's cache, and from which source ranks: each unit and token exactly once. If not,
+every reason with both values (R8). And whether the ranks of one engine together hold all of their planes.
 
 Rank numbers play no part: planes are matched by ``layer/component``, their fields are compared, and the parts that
 ranks declare are divided among the readers (`kvferry.planner.line_rule`).
@@ -6,16 +7,17 @@ ranks declare are divided among the readers (`kvferry.planner.line_rule`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from operator import attrgetter
 
-from kvferry.errors import Mismatch
+from kvferry.errors import BadGeometry, Mismatch
 from kvferry.geometry.model import EngineGeometry, GroupKind, RankGeometry
 from kvferry.geometry.overlap import check_apart
-from kvferry.geometry.plane import Interval, Plane
+from kvferry.geometry.plane import Interval, Plane, TokenShard
 from kvferry.planner.line_rule import RankHolding, ReadShare, Stripe, effort, shares
 
 MAX_CELLS = 1 << 20
@@ -193,7 +195,7 @@ class Coverer:
                 break
             reads.extend(made)
         left = set(uncovered)
-        check_apart(self._groups, rank.rank, (plane for plane in rank.planes if plane.name not in left))
+        check_apart(self._groups, rank.rank, [plane for plane in rank.planes if plane.name not in left])
         return Covering(tuple(reads), tuple(uncovered), tuple(mismatches))
 
     def _differing(self, offered: _Named, plane: Plane) -> list[Mismatch]:
@@ -219,6 +221,53 @@ class Coverer:
                 return None
             found = self._shared[key] = shares(held.ranks, wanted.ranks, me, divide=divide, striping=self._striping)
         return found
+
+
+def diff(source: EngineGeometry, destination: EngineGeometry) -> tuple[Mismatch, ...]:
+    """Every reason why the destination's ranks cannot read the source's cache; empty if they can.
+
+    The destination may hold only the ranks that ask. Identity is compared key by key, groups by the fields that decide
+    how block tables are read, planes by format, dtype and cut (`COMPARED`), and every unit and token must be
+    held. Raises `BadGeometry` if a destination rank declares a byte in two planes that a read writes.
+    """
+    return diff_indexed(Indexed(source), destination)
+
+
+def diff_indexed(source: Indexed, destination: EngineGeometry) -> tuple[Mismatch, ...]:
+    """`diff` for a source that is compared with many destinations."""
+    found = dict.fromkeys(engine_mismatches(source.engine, destination))
+    coverer = Coverer(source, destination)
+    for rank in destination.ranks:
+        found |= dict.fromkeys(coverer.cover(rank).mismatches)
+    return tuple(found)
+
+
+def engine_mismatches(source: EngineGeometry, destination: EngineGeometry) -> Iterator[Mismatch]:
+    """The part of `diff` for identity and groups, without the planes of single ranks."""
+    for key in sorted({*source.identity, *destination.identity}):
+        theirs, ours = (engine.identity.get(key) for engine in (source, destination))
+        if theirs != ours:
+            shown = ["missing" if value is None else repr(value) for value in (theirs, ours)]
+            message = f"identity {key!r} is {shown[0]} at the source, {shown[1]} at the destination"
+            yield Mismatch("identity", "identity", key, theirs or "", ours or "", message)
+    offered = {group.name: group for group in source.groups}
+    for group in destination.groups:
+        other = offered.get(group.name)
+        if other is None:
+            planes = [plane for _, plane in destination.planes() if plane.group == group.name]
+            if planes and not all(plane.optional_cover for plane in planes):
+                message = f"group {group.name!r} does not exist at the source, which has {sorted(offered)}"
+                yield Mismatch("group", group.name, "name", "", group.name, message)
+            continue
+        if group.kind is not other.kind:
+            yield _differs(group.name, "kind", other.kind.name, group.kind.name)
+        elif group.kind is GroupKind.WINDOW and group.window_tokens != other.window_tokens:
+            yield _differs(group.name, "window_tokens", str(other.window_tokens), str(group.window_tokens))
+
+
+def _differs(group: str, field: str, theirs: str, ours: str) -> Mismatch:
+    message = f"group {group!r}: {field} is {theirs} at the source, {ours} at the destination"
+    return Mismatch("group", group, field, theirs, ours, message)
 
 
 def _too_large(plane: Plane, message: str) -> Mismatch:
@@ -278,12 +327,70 @@ def _shard_mismatch(source: Plane, wanted: Plane) -> list[Mismatch]:
     return [Mismatch("granule", wanted.name, "token_shard", str(theirs), str(mine), message)]
 
 
-def some(intervals: Sequence[Interval]) -> str:
+def _some(intervals: Sequence[Interval]) -> str:
     """The first intervals, for people."""
     more = f" and {len(intervals) - MAX_LISTED} more" if len(intervals) > MAX_LISTED else ""
     return ", ".join(str(interval) for interval in intervals[:MAX_LISTED]) + more
 
 
 def _uncovered(kind: str, plane: Plane, missing: tuple[Interval, ...], problem: str, held: str) -> Mismatch:
-    message = f"{plane.name}: units {some(missing)} {problem}"
+    message = f"{plane.name}: units {_some(missing)} {problem}"
     return Mismatch(kind, plane.name, "units", held, str(plane.units), message)
+
+
+def check_complete(engine: Indexed) -> None:
+    """Raise `BadGeometry` if no rank holds some units or tokens of a plane, unless the engine is declared partial.
+
+    Planes that no rank has are not missed: an engine may hold some layers only. `engine` has all its ranks.
+
+    Two ranks that by mistake declare the same heads are replicas to a reader. As a source they lack heads, which a
+    reader finds; as a destination each gets the heads that it declares, and one of the two gets wrong heads.
+    """
+    if engine.engine.partial:
+        return
+    known: dict[tuple[Holdings, int], tuple[Interval, ...]] = {}
+    lacking: list[tuple[str, int, tuple[Interval, ...]]] = []
+    for name, named in engine.named.items():
+        size = max(plane.axis_size for _, plane in named.kinds)
+        key = named.holdings, size
+        if key not in known:
+            known[key] = _lacking(named.holdings.ranks, size)
+        if known[key]:
+            lacking.append((name, size, known[key]))
+    if not lacking:
+        return
+    name, size, missing = lacking[0]
+    alike = f" (and {len(lacking) - 1} more planes)" if len(lacking) > 1 else ""
+    raise BadGeometry(
+        f"engine {engine.engine.engine_id!r}, plane {name}{alike}",
+        f"units {_some(missing)} of {size} are held by no rank for all tokens; held are "
+        f"{engine.named[name].holdings.in_words}. Does each rank declare its own heads? An engine that holds a "
+        "part of the model only says partial=True",
+    )
+
+
+def _lacking(held: tuple[RankHolding, ...], size: int) -> tuple[Interval, ...]:
+    """The units of ``[0, size)`` whose tokens are not all held, by one rank or by ranks that split the tokens alike."""
+    changes: dict[int, list[tuple[TokenShard, int]]] = {size: []}
+    for one in held:
+        changes.setdefault(one.units.begin, []).append((one.tokens, 1))
+        changes.setdefault(one.units.end, []).append((one.tokens, -1))
+    # For the units from `reached` on: the ranks that hold each shard, the shards held of each split, and the number of
+    # splits held whole.
+    holders: Counter[TokenShard] = Counter()
+    shards: Counter[tuple[int, int]] = Counter()
+    reached = whole = 0
+    missing: list[Interval] = []
+    for unit in sorted(changes):
+        if not whole and reached < unit:
+            begin = missing.pop().begin if missing and missing[-1].end == reached else reached
+            missing.append(Interval(begin, unit))
+        for shard, change in changes[unit]:
+            holders[shard] += change
+            if holders[shard] == (change > 0):
+                split = shard.count, shard.interleave
+                whole -= shards[split] == shard.count
+                shards[split] += change
+                whole += shards[split] == shard.count
+        reached = unit
+    return tuple(missing)

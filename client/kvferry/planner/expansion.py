@@ -15,10 +15,11 @@ from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import split_runs
 from kvferry.planner.descriptors import BlockRows, Descriptors, MemoryPair, joined
 from kvferry.planner.footprint import Footprint
-from kvferry.planner.lane import Lane, Segment, segments, span
+from kvferry.planner.lane import Lane, segments, span
 from kvferry.planner.request_blocks import GroupRequest
 from kvferry.planner.rows import Int64s
 from kvferry.planner.staged_read import StagedRead, staged_read
+from kvferry.planner.token_line import Segment
 
 LONG_RUN = 4
 """Mean run of blocks from which runs are merged here. Shorter runs are merged by NIXL, which makes a read of single
@@ -74,8 +75,14 @@ def together(parts: Sequence[Expansion]) -> Expansion:
     return Expansion(tuple(sources), sum(part.pieces for part in parts), sum(part.descriptors for part in parts))
 
 
-def expand(lanes: tuple[Lane, ...], staged: frozenset[Lane], needed: Mapping[str, GroupRequest]) -> Expansion:
-    """The descriptors of the needed blocks; see `ReadPlan.expand`. `staged` lanes go through staging memory."""
+def expand(
+    lanes: tuple[Lane, ...],
+    staged: frozenset[Lane],
+    needed: Mapping[str, GroupRequest],
+    footprints: Mapping[int, Footprint],
+) -> Expansion:
+    """The descriptors of the needed blocks; see `ReadPlan.expand`. `staged` lanes go through staging memory;
+    `footprints` are given by source rank."""
     collector = _Collector()
     for lane in lanes:
         wanted = needed.get(lane.group.name)
@@ -86,7 +93,7 @@ def expand(lanes: tuple[Lane, ...], staged: frozenset[Lane], needed: Mapping[str
         elif not collector.add_stream(lane, wanted):
             for segment in segments(lane, wanted):
                 collector.add(lane, segment)
-    return collector.result()
+    return collector.result(footprints)
 
 
 class _Collector:
@@ -174,14 +181,14 @@ class _Collector:
         else:
             self._few.setdefault((lane.source_rank, lane.memory), []).append(made)
 
-    def result(self) -> Expansion:
+    def result(self, footprints: Mapping[int, Footprint]) -> Expansion:
         found: dict[int, list[Descriptors]] = {}
         for (rank, memory), few in self._few.items():
             found.setdefault(rank, []).append(joined(memory, few))
         for rank, lists in self._lists.items():
             found.setdefault(rank, []).extend(lists)
         sources = tuple(
-            SourceDescriptors(rank, tuple(found.get(rank, ())), tuple(self._staged.get(rank, ())))
+            SourceDescriptors(rank, tuple(found.get(rank, ())), tuple(self._staged.get(rank, ())), footprints[rank])
             for rank in sorted({*found, *self._staged})
         )
         return Expansion(sources, self.pieces, self.descriptors)

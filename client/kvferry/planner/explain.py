@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ class ReadLine:
     """A destination rank's reads from one source rank, of planes that differ only in layer and component.
 
     Attributes:
-        source_rank, source_labels: the rank read from.
+        source: the rank read from.
         group: the group.
         layers: names, in the order of the destination's planes.
         components: names; each of these layers has all of them.
@@ -52,8 +52,7 @@ class ReadLine:
         reason: the reason for the path; several where the planes differ.
     """
 
-    source_rank: int
-    source_labels: Mapping[str, int]
+    source: RankGeometry
     group: str
     layers: tuple[str, ...]
     components: tuple[str, ...]
@@ -69,26 +68,15 @@ class ReadLine:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class RankLines:
-    """The reads of one destination rank, by source rank and group. `uncovered` are the names, ``layer/component``, of
-    optional planes that the source does not hold."""
-
-    rank: int
-    labels: Mapping[str, int]
-    reads: tuple[ReadLine, ...]
-    uncovered: tuple[str, ...]
-
-
-def explain(plan: ReadPlan) -> RankLines:
-    """The lines of a plan."""
+def explain(plan: ReadPlan) -> tuple[ReadLine, ...]:
+    """The reads of a plan, by source rank and group."""
     gathered: dict[tuple[int, str, Interval, TokenShard, Stripe, Path], dict[str, list[PlaneRead]]] = {}
     chosen = {id(read): choice for lane, choice in zip(plan.lanes, plan.paths, strict=True) for read in lane.reads}
     for read in plan.reads:
         tokens = read.source.token_shard if read.source.token_shard.count > 1 else read.destination.token_shard
         key = (read.source_rank, read.destination.group, read.units, tokens, read.stripe, chosen[id(read)].path)
         gathered.setdefault(key, {}).setdefault(read.destination.component, []).append(read)
-    labels = {rank.rank: rank.labels for rank in plan.source.ranks}
+    ranks = {rank.rank: rank for rank in plan.source.ranks}
     lines = []
     most = min(RECURRING_LIMIT, 1 + PIECES // len(plan.reads)) if plan.reads else 0
     for (source_rank, group, units, tokens, stripe, path), components in gathered.items():
@@ -97,11 +85,10 @@ def explain(plan: ReadPlan) -> RankLines:
             by_layers.setdefault(tuple(read.destination.layer for read in reads), []).append(component)
         for layers, names in by_layers.items():
             reads = [read for name in names for read in components[name]]
-            planes = source_rank, labels[source_rank], group, layers, tuple(names), units, tokens, stripe
+            planes = ranks[source_rank], group, layers, tuple(names), units, tokens, stripe
             reasons = dict.fromkeys(chosen[id(read)].reason for read in reads)
             lines.append(ReadLine(*planes, *_cost(plan, reads, path, most), path.value, "; ".join(reasons)))
-    ordered = sorted(lines, key=lambda line: line.source_rank)
-    return RankLines(plan.rank.rank, plan.rank.labels, tuple(ordered), plan.uncovered)
+    return tuple(sorted(lines, key=lambda line: line.source.rank))
 
 
 def _cost(plan: ReadPlan, reads: Sequence[PlaneRead], path: Path, most: int) -> tuple[float, int, int, int, bool]:
@@ -149,8 +136,8 @@ def _merges(lane: Lane, path: Path) -> bool:
     same_blocks = lane.line.same_tokens and lane.source.block_states == lane.destination.block_states
     if lane.group.kind is GroupKind.STATE or not same_blocks:
         return False
-    stride = lane.source.block_stride
-    return stride == lane.destination.block_stride and bool((lane.rows(lane.whole_block).length == stride).all())
+    _, others = lane.block_rows(lane.whole_block)
+    return len(others.length) == 0
 
 
 def layer_order(plans: Sequence[ReadPlan]) -> dict[str, int]:
@@ -184,18 +171,12 @@ def bytes_text(per_token: float, per_request: int) -> str:
     return " + ".join(part for part in parts if part)
 
 
-def rank_name(rank: int, labels: Mapping[str, int]) -> str:
-    """``tp0 pp1`` or, without labels, ``rank 3``."""
-    return RankGeometry(rank, (), labels).label
-
-
-def source_loads(source: EngineGeometry, explained: Iterable[RankLines]) -> dict[int, float]:
+def source_loads(source: EngineGeometry, reads: Sequence[ReadLine]) -> dict[int, float]:
     """The fraction of the bytes that each source rank serves; of the states' bytes, if only states are read."""
-    reads = [line for lines in explained for line in lines.reads]
     by_token = any(line.bytes_per_token for line in reads)
     loads = {rank.rank: 0.0 for rank in source.ranks}
     for line in reads:
-        loads[line.source_rank] += line.bytes_per_token if by_token else line.bytes_per_request
+        loads[line.source.rank] += line.bytes_per_token if by_token else line.bytes_per_request
     total = sum(loads.values()) or 1.0
     return {rank: load / total for rank, load in loads.items()}
 
@@ -230,23 +211,23 @@ def to_json(plans: Sequence[ReadPlan]) -> dict[str, Any]:
         "layers": list(order),
         "ranks": [
             {
-                **_rank_json(lines.rank, lines.labels),
-                "reads": [_read_json(line, order) for line in lines.reads],
-                "uncovered": list(lines.uncovered),
+                **_rank_json(plan.rank),
+                "reads": [_read_json(line, order) for line in lines],
+                "uncovered": list(plan.uncovered),
             }
-            for lines in explained
+            for plan, lines in zip(plans, explained, strict=True)
         ],
-        "totals": totals(plans, explained),
+        "totals": totals(plans, [*chain(*explained)]),
     }
 
 
-def _rank_json(rank: int, labels: Mapping[str, int]) -> dict[str, int]:
-    return {"rank": rank, **labels, "tp_rank": labels.get("tp_rank", rank), "pp_rank": labels.get("pp_rank", 0)}
+def _rank_json(rank: RankGeometry) -> dict[str, int]:
+    return {"rank": rank.rank, "tp_rank": rank.rank, "pp_rank": 0, **rank.labels}
 
 
 def _read_json(line: ReadLine, order: Mapping[str, int]) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "source": _rank_json(line.source_rank, line.source_labels),
+        "source": _rank_json(line.source),
         "group": line.group,
         "layers": ranges(order[layer] for layer in line.layers),
         "units": [line.units.begin, line.units.end],
@@ -259,17 +240,16 @@ def _read_json(line: ReadLine, order: Mapping[str, int]) -> dict[str, Any]:
     return found if line.stripe.whole else {**found, "stripe": asdict(line.stripe)}
 
 
-def totals(plans: Sequence[ReadPlan], explained: Sequence[RankLines]) -> dict[str, Any]:
+def totals(plans: Sequence[ReadPlan], reads: Sequence[ReadLine]) -> dict[str, Any]:
     """The sums over all reads of all ranks."""
-    reads = [line for lines in explained for line in lines.reads]
-    loads = source_loads(plans[0].source, explained) if plans else {}
+    loads = source_loads(plans[0].source, reads) if plans else {}
     return {
         "reads": len(reads),
         "bytes_per_token": _number(sum(line.bytes_per_token for line in reads)),
         "bytes_per_request": sum(line.bytes_per_request for line in reads),
         **{name: sum(getattr(line, name) for line in reads) for name in COUNTS},
         "source_ranks": [
-            {**_rank_json(rank.rank, rank.labels), "share": round(loads[rank.rank], 6)}
+            {**_rank_json(rank), "share": round(loads[rank.rank], 6)}
             for rank in (plans[0].source.ranks if plans else ())
         ],
         "imbalance": round(max(loads.values(), default=0.0) * len(loads), 6),
@@ -287,32 +267,31 @@ def to_text(plans: Sequence[ReadPlan]) -> str:
         return "no rank to plan for"
     order = layer_order(plans)
     explained = [explain(plan) for plan in plans]
-    reads = [line for lines in explained for line in lines.reads]
+    reads = [*chain(*explained)]
     numbers = {id(line): number for number, line in enumerate(reads, 1)}
     columns = ("read", "rank", "reads from", "group", "layers", "components", "units", "tokens", "blocks")
     rows: list[tuple[str, ...]] = [(*columns, "bytes", "descriptors/block", "path")]
-    for lines in explained:
-        name = rank_name(lines.rank, lines.labels)
-        for line in lines.reads:
+    for plan, lines in zip(plans, explained, strict=True):
+        name = plan.rank.label
+        for line in lines:
             rows.append((str(numbers[id(line)]), name, *_cells(line, order)))
             name = ""
-        if not lines.reads:
+        if not lines:
             rows.append(("", name, "nothing", *[""] * 9))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    sums = totals(plans, explained)
+    sums = totals(plans, reads)
     text.append("")
     text.append(f"total        {sums['reads']} reads, {bytes_text(sums['bytes_per_token'], sums['bytes_per_request'])}")
     text.append(
         f"descriptors  {sums['descriptors_per_block']} per block after fusing, {sums['pieces_per_block']} before; "
-        f"{_merging(explained)}"
+        f"{_merging(reads)}"
     )
     text.append(f"imbalance    the busiest source rank serves {sums['imbalance']:.2f} times the mean")
     text.extend(_paths(reads))
-    for lines in explained:
-        for plane in lines.uncovered:
-            name = rank_name(lines.rank, lines.labels)
-            text.append(f"uncovered    {name}: the source has no {plane}, which may stay uncovered")
+    for plan in plans:
+        for plane in plan.uncovered:
+            text.append(f"uncovered    {plan.rank.label}: the source has no {plane}, which may stay uncovered")
     return "\n".join(text)
 
 
@@ -321,7 +300,7 @@ def _cells(line: ReadLine, order: Mapping[str, int]) -> tuple[str, ...]:
     if line.pieces_per_block != line.descriptors_per_block:
         descriptors += f" (of {line.pieces_per_block} pieces)"
     return (
-        rank_name(line.source_rank, line.source_labels),
+        line.source.label,
         line.group,
         layer_ranges(line, order),
         " ".join(line.components),
@@ -347,8 +326,8 @@ def _paths(reads: Iterable[ReadLine]) -> list[str]:
     return text
 
 
-def _merging(explained: Iterable[RankLines]) -> str:
-    merging = {line.runs_merge for lines in explained for line in lines.reads}
+def _merging(reads: Iterable[ReadLine]) -> str:
+    merging = {line.runs_merge for line in reads}
     if merging == {True}:
         return "consecutive blocks merge"
     return "consecutive blocks do not merge" if merging == {False} else "consecutive blocks merge in some reads"

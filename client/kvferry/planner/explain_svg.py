@@ -7,18 +7,17 @@ tooltip has the full text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from colorsys import hls_to_rgb
 from html import escape
+from itertools import chain
 
 from kvferry.planner.explain import (
-    RankLines,
     ReadLine,
     bytes_text,
     explain,
     layer_order,
     layer_ranges,
-    rank_name,
     source_loads,
 )
 from kvferry.planner.plan import ReadPlan
@@ -42,7 +41,7 @@ def to_svg(plans: Sequence[ReadPlan]) -> str:
     """The plans of one pair of engines as an SVG document."""
     explained = [explain(plan) for plan in plans]
     sources = plans[0].source.ranks if plans else ()
-    loads = source_loads(plans[0].source, explained) if plans else {}
+    loads = source_loads(plans[0].source, [*chain(*explained)]) if plans else {}
     order = layer_order(plans)
     left, top = MARGIN + NAME_WIDTH, MARGIN + HEADING
     width = max(MIN_WIDTH, left + len(sources) * CELL_WIDTH + MARGIN)
@@ -53,7 +52,7 @@ def to_svg(plans: Sequence[ReadPlan]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img" aria-labelledby="title desc" font-family="{FONT}" font-size="11">',
         f'<title id="title">{escape(title)}</title>',
-        f'<desc id="desc">{escape(_description(explained))}</desc>',
+        f'<desc id="desc">{escape(_description(plans, explained))}</desc>',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         _text(MARGIN, MARGIN + 14, title, size=15, weight="bold"),
     ]
@@ -62,26 +61,26 @@ def to_svg(plans: Sequence[ReadPlan]) -> str:
         parts.append(_text(MARGIN, top - 8, "destination ranks", fill="#555555"))
     for column, rank in enumerate(sources):
         x = left + column * CELL_WIDTH
-        parts.append(_text(x + 6, top - 22, rank_name(rank.rank, rank.labels), weight="bold"))
+        parts.append(_text(x + 6, top - 22, rank.label, weight="bold"))
         parts.append(_text(x + 6, top - 8, f"serves {100 * loads[rank.rank]:.0f} % of all bytes", fill="#555555"))
-    for row, lines in enumerate(explained):
+    for row, (plan, lines) in enumerate(zip(plans, explained, strict=True)):
         y = top + row * CELL_HEIGHT
-        parts.append(_text(MARGIN, y + 18, rank_name(lines.rank, lines.labels), weight="bold"))
-        shares = source_loads(plans[0].source, [lines])
+        parts.append(_text(MARGIN, y + 18, plan.rank.label, weight="bold"))
+        shares = source_loads(plan.source, lines)
         for column, rank in enumerate(sources):
-            reads = [line for line in lines.reads if line.source_rank == rank.rank]
+            reads = [line for line in lines if line.source.rank == rank.rank]
             parts.append(_cell(left + column * CELL_WIDTH, y, reads, shares[rank.rank], order))
     parts.extend(_legend(bottom + 24))
     parts.append("</svg>")
     return "\n".join(parts) + "\n"
 
 
-def _description(explained: Sequence[RankLines]) -> str:
+def _description(plans: Sequence[ReadPlan], explained: Iterable[Sequence[ReadLine]]) -> str:
     """The picture in words: the source ranks that each destination rank reads from."""
     sentences = []
-    for lines in explained:
-        names = dict.fromkeys(rank_name(line.source_rank, line.source_labels) for line in lines.reads)
-        sentences.append(f"{rank_name(lines.rank, lines.labels)} reads from {', '.join(names) or 'no rank'}.")
+    for plan, lines in zip(plans, explained, strict=True):
+        names = dict.fromkeys(line.source.label for line in lines)
+        sentences.append(f"{plan.rank.label} reads from {', '.join(names) or 'no rank'}.")
     return " ".join(sentences)
 
 

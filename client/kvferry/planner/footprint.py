@@ -1,14 +1,16 @@
 """Checks that a request's descriptors touch only the request's blocks.
 
 The planner goes from block ids to addresses. Here addresses are divided back into block ids, which must belong to the
-request, and both ends of a descriptor must lie in blocks that hold the same tokens. This uses none of the planner's
-arithmetic, so it finds an address that wrapped into another block of the same region (R7). It does not find a wrong
-position within the right block.
+request, and both ends of a descriptor must lie in blocks that hold the same tokens. For that the memory of planes is
+seen as *slabs*, stretches of blocks of one stride. This uses none of the planner's arithmetic, so it finds an address
+that wrapped into another block of the same region (R7). It does not find a wrong position within the right block.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Any, TypeAlias
 
@@ -22,8 +24,8 @@ from kvferry.planner.coverage import PlaneRead
 from kvferry.planner.descriptors import Addresses, Descriptors
 from kvferry.planner.request_blocks import GroupRequest, NeededBlocks
 from kvferry.planner.rows import Int64s
-from kvferry.planner.slabs import Bools, Slabs, layers_of
 
+Bools: TypeAlias = npt.NDArray[np.bool_]
 _Space: TypeAlias = tuple[MemoryKind, int]
 
 EXPECTED = "of the request's blocks, to the blocks of the same tokens"
@@ -31,6 +33,124 @@ EXPECTED = "of the request's blocks, to the blocks of the same tokens"
 AT_ONCE = 1 << 18
 """An effort (`Footprint.check`) up to which a check takes about 0.1 s at most. Where a hundred planes overlap, the
 check of a long request takes 15 s and more (measured)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slabs:
+    """Slabs that do not overlap, by rising address: ``uint64[n]`` each. Of the `stride` from block to block, `window`
+    bytes belong to the block."""
+
+    begin: Addresses
+    end: Addresses
+    stride: Addresses
+    window: Addresses
+
+    def blocks(self, address: Addresses, length: Addresses) -> tuple[Bools, Int64s, Int64s]:
+        """Whether each range lies inside one slab, and the ids of its first and last block."""
+        place = self.at(address)
+        begin = self.begin[place]
+        # The ranges lie inside regions (`kvferry._transport.bounds`): their ends do not wrap.
+        inside = (address >= begin) & (address + length <= self.end[place])
+        # Ranges that are not inside may wrap here; their ids are not used.
+        first = address - begin
+        last = first + length - np.uint64(1)
+        stride = self.stride[place]
+        first_block = first // stride
+        # Bytes between blocks may belong to blocks of other planes: only a range that begins in a block may end there.
+        inside &= first - first_block * stride < self.window[place]
+        return inside, first_block.astype(np.int64), (last // stride).astype(np.int64)
+
+    def room(self, address: Addresses) -> Addresses:
+        """Bytes from each address to the end of its slab; 0 for addresses in no slab."""
+        place = self.at(address)
+        begin, end = self.begin[place], self.end[place]
+        return np.where((address >= begin) & (address < end), end - address, np.uint64(0))
+
+    def at(self, address: Addresses) -> npt.NDArray[np.intp]:
+        """The index of the slab in which, or behind which, each address lies."""
+        return np.maximum(np.searchsorted(self.begin, address, side="right"), 1) - 1
+
+
+def layers_of(planes: Iterable[Plane]) -> tuple[Slabs, ...]:
+    """The slabs of planes in layers. Slabs that overlap, which no engine's do, are in different layers."""
+    layers: list[list[_Slab]] = []
+    ends: list[tuple[int, int]] = []
+    for slab in sorted(_slabs(planes), key=lambda slab: slab.begin):
+        if ends and ends[0][0] <= slab.begin:
+            layer = heapq.heappop(ends)[1]
+        else:
+            layer = len(layers)
+            layers.append([])
+        layers[layer].append(slab)
+        heapq.heappush(ends, (slab.end, layer))
+    return tuple(_arrays(slabs) for slabs in layers)
+
+
+def _arrays(slabs: Sequence[_Slab]) -> Slabs:
+    columns = []
+    for slab in slabs:
+        begin = np.array([slab.begin], np.uint64)
+        for step, count in slab.cycles:
+            begin = np.add.outer(begin, np.arange(count, dtype=np.uint64) * np.uint64(step)).ravel()
+        end = np.minimum(begin + np.uint64(slab.span), np.uint64(slab.end))
+        columns.append((begin, end, np.full_like(begin, slab.stride), np.full_like(begin, slab.window)))
+    return Slabs(*(np.concatenate(column) for column in zip(*columns, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Slab:
+    """A slab, or several: where an axis of a plane, its units for example, steps further than from block to block, the
+    same blocks occur again and again, once per *cycle* of that axis. `cycles` are (bytes, number) of each such axis,
+    the longest first."""
+
+    begin: int
+    end: int
+    stride: int
+    blocks: int
+    window: int
+    cycles: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, plane: Plane) -> _Slab:
+        begin, end = plane.extent
+        if plane.num_blocks == 1:
+            return cls(begin, end, end - begin, 1, end - begin, ())
+        # `Plane` allows no two equal strides.
+        cycles = [(step, count) for step, count, _ in plane.axes if step > plane.block_stride]
+        window = plane.block_extent - sum(step * (count - 1) for step, count in cycles)
+        return cls(begin, end, plane.block_stride, plane.num_blocks, window, tuple(cycles))
+
+    @property
+    def span(self) -> int:
+        return self.window + self.stride * (self.blocks - 1)
+
+    @property
+    def used(self) -> tuple[tuple[int, int], ...]:
+        found, span = [], self.span
+        for step, count in reversed(self.cycles):
+            found.append((step, span))
+            span += step * (count - 1)
+        return tuple(reversed(found))
+
+    def joined(self, other: _Slab) -> _Slab | None:
+        """Both as one slab, if their blocks have equal steps and do not overlap; else None."""
+        window = max(self.window, other.begin - self.begin + other.window)
+        blocks = max(self.blocks, other.blocks)
+        if (self.stride, self.cycles) != (other.stride, other.cycles) or window > self.stride:
+            return None
+        both = _Slab(self.begin, max(self.end, other.end), self.stride, blocks, window, self.cycles)
+        return both if all(used <= step for step, used in both.used) else None
+
+
+def _slabs(planes: Iterable[Plane]) -> list[_Slab]:
+    """The slabs of planes. Planes with equal steps, as of layers packed into one storage, are joined into one slab."""
+    found: list[_Slab] = []
+    for slab in sorted(map(_Slab.of, planes), key=lambda slab: (slab.stride, slab.cycles, slab.begin)):
+        joined = found[-1].joined(slab) if found else None
+        if joined is not None:
+            found.pop()
+        found.append(joined or slab)
+    return found
 
 
 class BlockMap:
@@ -59,7 +179,7 @@ class BlockMap:
 class _RequestBlocks:
     """The blocks of a request on one side: from block ids to their indices in the request."""
 
-    def __init__(self, blocks: NeededBlocks, block_tokens: int) -> None:
+    def __init__(self, blocks: NeededBlocks, group: Group) -> None:
         self._ids = blocks.ids
         self._order: npt.NDArray[np.intp] | None = None
         """The indices of `_ids` in the request; None: `_ids` are in the request's order."""
@@ -68,7 +188,8 @@ class _RequestBlocks:
             # Most requests have rising ids. Sorting costs more than everything else here.
             self._ids, self._order = np.unique(self._ids, return_index=True)
         self._first = blocks.first
-        self.block_tokens = block_tokens
+        # A request has one block of state.
+        self.block_tokens = 1 if group.kind is GroupKind.STATE else group.block_tokens
         self.unambiguous = len(self._ids) == len(blocks.ids)
         """Whether no id occurs twice in the request. A source may publish a block twice."""
         breaks = steps != 1
@@ -203,8 +324,7 @@ def _blocks_of(slabs: Slabs, row: Addresses, offset: Addresses, of: Descriptors)
 
     In such rows all blocks of all runs are those of one slab, at one distance, and the bytes begin at one position in
     the block. So if the lowest run and the highest run lie in one slab, all runs do, in the blocks as many strides away
-    as their offsets say. The position is one position also where an axis of the plane steps further than blocks: two
-    addresses that differ by as many strides as their blocks have the same index on that axis (`Slabs.cycles`).
+    as their offsets say.
     """
     ends = [int(offset.argmin()), int((offset + of.repeats * of.length[0]).argmax())]
     address, more = np.add.outer(row, offset[ends]), of.repeats.astype(np.int64) - 1
@@ -276,12 +396,7 @@ def request_blocks(
     source_groups: Mapping[str, Group], groups: Mapping[str, Group], needed: Mapping[str, GroupRequest]
 ) -> dict[str, tuple[_RequestBlocks, _RequestBlocks]]:
     """The blocks of one request on both sides, by group; all footprints of the request share them."""
-
-    def of(blocks: NeededBlocks, group: Group) -> _RequestBlocks:
-        # A request has one block of state.
-        return _RequestBlocks(blocks, 1 if group.kind is GroupKind.STATE else group.block_tokens)
-
     return {
-        name: (of(wanted.source, source_groups[name]), of(wanted.destination, groups[name]))
+        name: (_RequestBlocks(wanted.source, source_groups[name]), _RequestBlocks(wanted.destination, groups[name]))
         for name, wanted in needed.items()
     }

@@ -39,7 +39,7 @@ from kvferry.planner.rows import (
     loops_of,
     rows_of,
 )
-from kvferry.planner.token_line import Line, StateLayout
+from kvferry.planner.token_line import Line, Segment, StateLayout
 
 ROWS_KEPT = 1024
 """Cuts whose rows a lane keeps: a caller that asks for ever new token ranges must not fill the memory."""
@@ -156,15 +156,6 @@ def build_lanes(
     return tuple(sorted(lanes, key=lambda lane: lane.source_rank))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Segment:
-    """The same cut of many blocks: ``source[i]`` is read into ``destination[i]``, block ids, ``int64[n]`` each."""
-
-    cut: Cut
-    source: Int64s
-    destination: Int64s
-
-
 def segments(lane: Lane, needed: GroupRequest) -> list[Segment]:
     """The segments of a lane; raises `InvalidField` for a start inside tokens that may not be cut apart."""
     if lane.group.kind is GroupKind.STATE:
@@ -181,7 +172,7 @@ def segments(lane: Lane, needed: GroupRequest) -> list[Segment]:
     found = _enumerated(lane, begin, first * period, needed) if begin < first * period else []
     for pieces in line.period_pieces:
         # A cut includes its piece's position in the period, so each cut has one piece.
-        (index,), (own_index,) = pieces.source_block.tolist(), pieces.destination_block.tolist()
+        (index,), (own_index,) = pieces.source.tolist(), pieces.destination.tolist()
         source = _repeated(needed.source, index, period // line.source_step, first, last)
         destination = _repeated(needed.destination, own_index, period // line.destination_step, first, last)
         found.append(Segment(pieces.cut, source, destination))
@@ -245,9 +236,7 @@ def _enumerated(lane: Lane, begin: int, end: int, needed: GroupRequest) -> list[
     own_skipped = needed.destination.first - origin * (line.period // line.destination_step)
     ids, own_ids = needed.source.ids, needed.destination.ids
     found = line.pieces(begin - origin * line.period, end - origin * line.period)
-    return [
-        Segment(of.cut, ids[of.source_block - skipped], own_ids[of.destination_block - own_skipped]) for of in found
-    ]
+    return [Segment(of.cut, ids[of.source - skipped], own_ids[of.destination - own_skipped]) for of in found]
 
 
 def _repeated(blocks: NeededBlocks, index: int, step: int, first: int, last: int) -> Int64s:

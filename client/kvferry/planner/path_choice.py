@@ -144,14 +144,14 @@ def work_of(lane: Lane, most: int = RECURRING_LIMIT) -> Work:
     """The work of a typical part of a lane, of about `most` pieces at most."""
     end = _sample(lane, most)
     found = lane.line.pieces(0, end)
-    rows = [(lane.rows(alike.cut), len(alike.source_block)) for alike in found]
+    rows = [(lane.rows(alike.cut), len(alike.source)) for alike in found]
     return Work(
         states=end,
         step=lane.line.destination_step,
         bytes=max(1, sum(int(row.length.sum()) * count for row, count in rows)),
         descriptors=sum(len(row) * count for row, count in rows),
         runs=sum(row.unfused * count for row, count in rows),
-        source_blocks=len(np.unique(np.concatenate([alike.source_block for alike in found]))) if found else 0,
+        source_blocks=len(np.unique(np.concatenate([alike.source for alike in found]))) if found else 0,
     )
 
 

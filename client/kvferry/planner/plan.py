@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import TypeAlias
 
 from kvferry._arguments import token_range
 from kvferry.errors import Incompatible, InvalidField, Mismatch
 from kvferry.geometry.blocks import Blocks, Unfinished, joined
 from kvferry.geometry.model import EngineGeometry, Group, GroupKind, RankGeometry
 from kvferry.geometry.plane import Plane
-from kvferry.planner.compatibility import engine_mismatches
-from kvferry.planner.coverage import Coverer, Indexed, PlaneRead
+from kvferry.planner.coverage import Coverer, Indexed, PlaneRead, engine_mismatches
 from kvferry.planner.expansion import Expansion, expand, together
 from kvferry.planner.footprint import BlockMap, Footprint, request_blocks
 from kvferry.planner.lane import Lane, build_lanes
 from kvferry.planner.path_choice import RECURRING_LIMIT, Path, PathChoice, PathRule, choose_path
-from kvferry.planner.request_blocks import GroupRequest, check_groups, missing, needed, promised, written
+from kvferry.planner.request_blocks import GroupRequest, check_groups, needed, written
 
 MAX_SIZE = 1 << 14
 """Lanes of a plan and pieces of their periods, together: twice those of the same reads from each of 4,096 ranks."""
@@ -164,13 +164,9 @@ class ReadPlan:
 
     def expand_needed(self, wanted: Mapping[str, GroupRequest]) -> Expansion:
         """The descriptors of the needed blocks, by group, which `needed` has checked."""
-        expansion = expand(self.lanes, self.staged, wanted)
         blocks = request_blocks(*self.groups_by_name, wanted)
-        sources = tuple(
-            replace(found, footprint=Footprint(self._block_maps[found.source_rank], blocks))
-            for found in expansion.sources
-        )
-        return replace(expansion, sources=sources)
+        footprints = {rank: Footprint(block_map, blocks) for rank, block_map in self._block_maps.items()}
+        return expand(self.lanes, self.staged, wanted, footprints)
 
 
 def plan_read(
@@ -221,6 +217,10 @@ def _check_size(lanes: tuple[Lane, ...]) -> None:
         raise Incompatible((Mismatch("too_large", "", "", "", "", message),))
 
 
+_Moved: TypeAlias = frozenset[tuple[str, int]]
+"""Each group of which something was read, and the first token of its next part."""
+
+
 class RequestParts:
     """One request of one destination rank, read in parts. With each step that its source publishes, the next part reads
     the bytes that can be read now and could not before. All parts together read the bytes of one read of the whole
@@ -245,12 +245,8 @@ class RequestParts:
         self._begin, self._end = self._tokens or (0, 0)
         self.granted: dict[str, Blocks] = {}
         """The blocks that the source has published so far, by group."""
-        self._moved: dict[str, int] = {}
-        """The first token of the next part, by group; absent: nothing of the group was read."""
-        self._layers_ahead: frozenset[str] = frozenset()
-        """Layers that were read further than the others."""
-        self._ahead: dict[str, int] = {}
-        """The first token of the next part of these layers, by group; absent: that of the other layers."""
+        self._moved: dict[_Moved, frozenset[str]] = {frozenset(): plan.layers}
+        """How far the layers were read, and which layers that far."""
         self._checked = False
 
     def next(self, steps: Mapping[str, Blocks], unfinished: Unfinished | None = None, *, last: bool) -> Expansion:
@@ -260,49 +256,38 @@ class RequestParts:
         last step has not come and no tokens were asked."""
         self.granted = joined((self.granted, steps))
         if last:
-            return together(self._all_layers(self._rest))
+            return together(self._read(self._plan.layers, self._rest))
         if self._tokens is None:
             raise InvalidField("tokens", None, "the tokens to read, since the publication is not complete")
         self._check()
-        parts = self._all_layers(partial(self._so_far, self.granted))
-        return together(parts if unfinished is None else [*parts, *self._some_layers(unfinished)])
+        parts = self._read(self._plan.layers, partial(self._so_far, self.granted))
+        if unfinished is not None:
+            begun = {runs.group: runs.blocks() for runs in unfinished.groups}
+            growing = [group.name for group in self._plan.groups if _grows(group, begun.get(group.name))]
+            more = {name: begun[name] for name in growing}
+            theirs = joined(({name: self.granted[name] for name in more if name in self.granted}, more))
+            parts += self._read(self._plan.layers.intersection(unfinished.layers), partial(self._so_far, theirs))
+        return together(parts)
 
-    def _all_layers(
-        self, wanted: Callable[[Mapping[str, int], dict[str, int]], dict[str, GroupRequest]]
+    def _read(
+        self, layers: frozenset[str], wanted: Callable[[Mapping[str, int]], dict[str, GroupRequest]]
     ) -> list[Expansion]:
-        """Expand the wanted tokens of each layer. `wanted` gets the first token of the next part by group, and stores
-        the first token of the part after it."""
-        until = dict(self._moved)
-        if not self._ahead:
-            found = [self._plan.expand_needed(wanted(self._moved, until))]
-        else:
-            further = {**self._moved, **self._ahead}
-            apart = (
-                (self._plan.layers - self._layers_ahead, wanted(self._moved, until)),
-                (self._layers_ahead, wanted(further, until)),
-            )
-            found = [self._plan.of_layers(layers).expand_needed(of) for layers, of in apart if of]
-        self._moved = until
-        self._ahead = {name: end for name, end in self._ahead.items() if end > until.get(name, end - 1)}
-        if not self._ahead:
-            self._layers_ahead = frozenset()
+        """Expand what is wanted of these layers. `wanted` gets the first token of the next part, by group."""
+        found: list[Expansion] = []
+        moved: dict[_Moved, frozenset[str]] = {}
+        for before, every in self._moved.items():
+            chosen = every & layers
+            of = wanted(dict(before)) if chosen else {}
+            if of:
+                found.append(self._plan.of_layers(chosen).expand_needed(of))
+            after = frozenset((dict(before) | {name: one.end for name, one in of.items()}).items())
+            for key, some in ((after, chosen), (before, every - chosen)):
+                if some:
+                    moved[key] = moved.get(key, frozenset()) | some
+        self._moved = moved
         return found
 
-    def _some_layers(self, unfinished: Unfinished) -> list[Expansion]:
-        """Expand the complete layers of blocks in which other layers are not complete, as far as they were not read."""
-        layers = self._plan.layers.intersection(unfinished.layers) - self._layers_ahead
-        if not layers:
-            return []
-        begun = {runs.group: runs.blocks() for runs in unfinished.groups}
-        more = {group.name: begun[group.name] for group in self._plan.groups if _grows(group, begun.get(group.name))}
-        theirs = joined(({name: self.granted[name] for name in more if name in self.granted}, more))
-        wanted = self._so_far(theirs, self._moved, self._ahead)
-        if not wanted:
-            return []
-        self._layers_ahead |= layers
-        return [self._plan.of_layers(layers).expand_needed(wanted)]
-
-    def _rest(self, moved: Mapping[str, int], until: dict[str, int]) -> dict[str, GroupRequest]:
+    def _rest(self, moved: Mapping[str, int]) -> dict[str, GroupRequest]:
         """All that was not read yet, of all groups."""
         whole = [group for group in self._plan.groups if group.name not in moved]
         wanted = self._needed(whole, self.granted, self._tokens)
@@ -310,9 +295,7 @@ class RequestParts:
             wanted |= self._needed([self._plan.destination.group(name)], self.granted, (begin, self._end))
         return wanted
 
-    def _so_far(
-        self, granted: Mapping[str, Blocks], moved: Mapping[str, int], until: dict[str, int]
-    ) -> dict[str, GroupRequest]:
+    def _so_far(self, granted: Mapping[str, Blocks], moved: Mapping[str, int]) -> dict[str, GroupRequest]:
         """The tokens that can be read before the last step."""
         wanted: dict[str, GroupRequest] = {}
         for group in self._plan.groups:
@@ -321,10 +304,8 @@ class RequestParts:
                 continue
             begin = moved.get(group.name, self._begin)
             end = self._plan.cut_below(group.name, min(theirs.end_token or 0, self._end))
-            found = self._needed([group], granted, (begin, end)) if begin < end else {}
-            if found:
-                until[group.name] = end
-                wanted |= found
+            if begin < end:
+                wanted |= self._needed([group], granted, (begin, end))
         return wanted
 
     def _needed(
@@ -333,16 +314,13 @@ class RequestParts:
         return needed(groups, self._plan.groups_by_name[0], granted, self._destination, tokens)
 
     def _check(self) -> None:
-        """Check once what no single part can check: that no block is in two parts."""
+        """Check once what no single part can check: that no block is in two parts; and what the last step would find
+        after all bytes have moved: that all groups have blocks."""
         if self._checked:
             return
         groups = self._plan.groups
-        for group in groups:
-            if group.name not in self._destination:
-                # The last step would find it, after all bytes have moved.
-                raise missing(group.name)
-        mine = {group.name: self._destination[group.name] for group in groups}
-        written(groups, promised(groups, self.granted, mine), mine, self._tokens)
+        mine = {group.name: self._destination[group.name] for group in groups if group.name in self._destination}
+        written(groups, self.granted, mine, self._tokens, more=True)
         self._checked = True
 
 

@@ -13,13 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry._arguments import token_range
-from kvferry.errors import BlocksShort, InvalidField
-from kvferry.geometry.blocks import AnyIds, Blocks, check_ids, check_unique
+from kvferry.errors import BadBlock, BlocksShort, InvalidField
+from kvferry.geometry.blocks import TOKEN_LIMIT, AnyIds, Blocks, check_ids, repeated
 from kvferry.geometry.model import Group, GroupKind
-
-TOKEN_LIMIT = 1 << 40
-"""Token positions stay below this. A token has at most 2**20 states (`coverage.MAX_CELLS`), so the positions of states
-fit numpy's int64."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,12 +81,15 @@ def written(
     source: Mapping[str, Blocks] | None,
     destination: Mapping[str, Blocks],
     tokens: tuple[int, int] | None,
+    *,
+    more: bool = False,
 ) -> dict[str, AnyIds]:
     """The destination blocks that a read will write, by group, and the blocks behind its last token, which the read may
     clear (`kvferry._memory.tails`); checked as far as that is possible before the source's geometry is known.
 
     See `needed` for the arguments and errors. If `source` is None, the granted blocks are not known yet. Then the
-    result may hold more blocks than are written, and only `needed` checks whether they are enough and given once.
+    result may hold more blocks than are written, and only `needed` checks whether they are enough and given once. With
+    `more`, `source` has the blocks of the first steps, and later ones may have all further tokens of all groups.
     """
     asked = token_range(tokens)
     by_name = {group.name: group for group in groups}
@@ -98,22 +97,22 @@ def written(
     found: dict[str, AnyIds] = {}
     given: list[tuple[Group, AnyIds]] = []
     for name, group in by_name.items():
-        if source is not None and name in source and name not in destination:
+        mine, theirs = destination.get(name), None if source is None else source.get(name)
+        is_read = source is None or theirs is not None or more
+        if mine is None and is_read and source is not None:
             raise missing(name)
-        if name not in destination or (source is not None and name not in source):
+        if mine is None or not is_read:
             continue
-        mine = destination[name]
         check_ids(name, "destination", mine.ids, group.num_blocks, None)
         ids: AnyIds = mine.ids
         behind = mine.ids[:0]
         if source is None:
             ids = _perhaps(group, mine, asked)
         elif group.kind is GroupKind.STATE:
-            ids = _state(group, source[name], mine).destination.ids
+            ids = _state(group, mine if more or theirs is None else theirs, mine).destination.ids
         else:
-            theirs = source[name]
-            offered = theirs.first_token, max(theirs.first_token, theirs.end_token or 0)
-            span = _wanted(group, offered, mine, asked)
+            first, end = (theirs.first_token, theirs.end_token or 0) if theirs else (0, 0)
+            span = _wanted(group, (first, TOKEN_LIMIT if more else max(first, end)), mine, asked)
             if span is None:
                 continue
             begin, _, end, _ = span
@@ -131,28 +130,14 @@ def written(
 
 
 def _check_once(given: Iterable[tuple[Group, AnyIds]]) -> None:
-    """Check that no pool has a destination block twice."""
+    """Raise `BadBlock` if an id occurs twice in the destination blocks of a pool: in NIXL the last write would win."""
     pools: dict[tuple[bool, str], list[AnyIds]] = {}
     for group, ids in given:
         pools.setdefault((bool(group.pool), group.pool or group.name), []).append(ids)
     for (_, pool), lists in pools.items():
-        check_unique(pool, lists)
-
-
-def promised(
-    groups: Iterable[Group], source: Mapping[str, Blocks], destination: Mapping[str, Blocks]
-) -> dict[str, Blocks]:
-    """The most that a source whose steps have not all come may publish, for `written`: all tokens of all groups.
-    `source` has the blocks granted so far."""
-    found: dict[str, Blocks] = {}
-    for group in groups:
-        mine = destination.get(group.name)
-        if group.kind is GroupKind.STATE:
-            found[group.name] = Blocks((0,), state_token=0 if mine is None else mine.state_token)
-        else:
-            first = source[group.name].first_token if group.name in source else 0
-            found[group.name] = Blocks((), first, max(first, TOKEN_LIMIT - 1))
-    return found
+        if (twice := repeated(lists)) is not None:
+            most = max(int(ids.max()) for ids in lists if len(ids))
+            raise BadBlock(pool, "destination", twice, most + 1, "it is given twice")
 
 
 def check_groups(groups: Iterable[Group], destination: Mapping[str, Blocks]) -> None:
@@ -184,7 +169,7 @@ def _perhaps(group: Group, mine: Blocks, asked: tuple[int, int] | None) -> AnyId
 
 
 def _state(group: Group, theirs: Blocks, mine: Blocks) -> GroupRequest:
-    for side, blocks in (("source", theirs), ("destination", mine)):
+    for side, blocks in (("destination", mine), ("source", theirs)):
         if len(blocks.ids) != 1:
             raise InvalidField(f"number of {side} blocks of state group {group.name!r}", len(blocks.ids), "1")
     if theirs.state_token != mine.state_token:
@@ -196,10 +181,6 @@ def _state(group: Group, theirs: Blocks, mine: Blocks) -> GroupRequest:
 def _tokens(
     group: Group, source_group: Group, theirs: Blocks, mine: Blocks, asked: tuple[int, int] | None
 ) -> GroupRequest | None:
-    for side, blocks in (("source", theirs), ("destination", mine)):
-        if max(blocks.first_token, blocks.end_token or 0) >= TOKEN_LIMIT:
-            what = f"first token of the {side} blocks of group {group.name!r}"
-            raise InvalidField(what, blocks.first_token, "below 2**40")
     span = _wanted(group, _span(source_group, "source", theirs), mine, asked)
     if span is None:
         return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -42,33 +43,18 @@ class Rows:
         return len(self.length)
 
 
-@dataclass(frozen=True, slots=True)
-class Strides:
-    """The strides of a plane on one side, which with its base give every cell's address."""
-
-    unit_stride: int
-    page_tokens: int
-    page_stride: int
-    token_stride: int
-
-    @classmethod
-    def of(cls, plane: Plane) -> Strides:
-        return cls(plane.unit_stride, plane.page_tokens, plane.page_stride, plane.token_stride)
-
-    def states(self, first: int, count: int) -> Int64s:
-        """Offsets of `count` consecutive held states of a block, ``int64[count]``."""
-        page, at = np.divmod(np.arange(first, first + count, dtype=np.int64), self.page_tokens)
-        offsets: Int64s = page * self.page_stride + at * self.token_stride
-        return offsets
+_strides = attrgetter("unit_stride", "page_tokens", "page_stride", "token_stride")
+"""The fields of a plane that with its base give every cell's address."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AlikePlanes:
     """Plane reads that differ only in their base addresses, so that their cells of `state_bytes` are enumerated once.
-    The bases are the addresses of the first unit read, ``int64[planes]``."""
+    `source` and `destination` are the planes of the first of them; the bases are the addresses of the first unit read,
+    ``int64[planes]``."""
 
-    source: Strides
-    destination: Strides
+    source: Plane
+    destination: Plane
     units: int
     state_bytes: int
     source_base: Int64s
@@ -76,8 +62,8 @@ class AlikePlanes:
 
     def rows(self, cut: Cut) -> Rows:
         """The rows of a cut, fused within each plane."""
-        source = self.source.states(cut.source, cut.count)
-        destination = self.destination.states(cut.destination, cut.count)
+        source = _offsets(self.source, cut.source, cut.count)
+        destination = _offsets(self.destination, cut.destination, cut.count)
         length = np.full(cut.count, self.state_bytes, np.int64)
         source, destination, length = _fuse(source, destination, length)
         unit = np.arange(self.units, dtype=np.int64)[:, None]
@@ -101,18 +87,28 @@ class RowExtent:
 
 def alike(reads: Iterable[PlaneRead]) -> tuple[AlikePlanes, ...]:
     """Gather plane reads by their strides."""
-    gathered: dict[tuple[Strides, Strides, int, int], list[PlaneRead]] = {}
+    gathered: dict[tuple[object, ...], list[PlaneRead]] = {}
     for read in reads:
-        key = (Strides.of(read.source), Strides.of(read.destination), len(read.units), read.source.state_bytes)
+        key = (_strides(read.source), _strides(read.destination), len(read.units), read.source.state_bytes)
         gathered.setdefault(key, []).append(read)
     return tuple(
         AlikePlanes(
-            *key,
+            members[0].source,
+            members[0].destination,
+            len(members[0].units),
+            members[0].source.state_bytes,
             source_base=np.array([read.source.unit_address(read.units.begin) for read in members], np.int64),
             destination_base=np.array([read.destination.unit_address(read.units.begin) for read in members], np.int64),
         )
-        for key, members in gathered.items()
+        for members in gathered.values()
     )
+
+
+def _offsets(plane: Plane, first: int, count: int) -> Int64s:
+    """Offsets of `count` consecutive held states of a block, ``int64[count]``."""
+    page, at = np.divmod(np.arange(first, first + count, dtype=np.int64), plane.page_tokens)
+    offsets: Int64s = page * plane.page_stride + at * plane.token_stride
+    return offsets
 
 
 def extents_of(planes: Sequence[AlikePlanes], states: int) -> tuple[RowExtent, ...]:
@@ -135,7 +131,7 @@ def extents_of(planes: Sequence[AlikePlanes], states: int) -> tuple[RowExtent, .
 
 def _length(members: AlikePlanes, states: int) -> int:
     """Bytes from the first to one past the last byte that is read of a plane in one block."""
-    last = int(members.source.states(0, states).max())
+    last = int(_offsets(members.source, 0, states).max())
     return (members.units - 1) * members.source.unit_stride + last + members.state_bytes
 
 
@@ -171,8 +167,8 @@ class Cells(NamedTuple):
 def loops_of(members: AlikePlanes, cut: Cut) -> tuple[tuple[Cells, Cells], ...]:
     """The cells of a cut in one plane and block, of both sides, by offset: one pair, unless the strides between its
     states differ. The axes with the longest destination strides come first."""
-    source = members.source.states(cut.source, cut.count)
-    destination = members.destination.states(cut.destination, cut.count)
+    source = _offsets(members.source, cut.source, cut.count)
+    destination = _offsets(members.destination, cut.destination, cut.count)
     steps = list(zip(np.diff(source).tolist(), np.diff(destination).tolist(), strict=True))
     found = []
     first = 0

@@ -15,8 +15,9 @@ import numpy as np
 
 from kvferry.geometry.blocks import split_runs
 from kvferry.planner.descriptors import Descriptors, MemoryPair
-from kvferry.planner.lane import Lane, Segment
+from kvferry.planner.lane import Lane
 from kvferry.planner.rows import Cells, Int64s, RowExtent
+from kvferry.planner.token_line import Segment
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,66 +55,49 @@ class StagedRead:
     def batches(self, slot_bytes: int) -> Iterator[Batch]:
         """All rows in batches of at most `slot_bytes`; no row is longer (`kvferry.planner.path_choice`)."""
         stride = self.lane.source.block_stride
-        blocks = self.blocks * stride
-        runs, every = split_runs(self.blocks)[0], np.arange(len(blocks), dtype=np.int64)
         rows: list[_Rows] = []
         filled = 0
         for extent in self.lane.extents:
-            starts = runs if extent.length == stride else every
             first = 0
             while first < len(self.blocks):
                 fitting = (slot_bytes - filled) // extent.length
                 if fitting == 0:
-                    yield Batch.of(self, rows, filled)
+                    yield Batch(self, tuple(rows), filled)
                     rows, filled = [], 0
                     continue
                 end = min(len(self.blocks), first + fitting)
-                within = _from(starts, first, end)
-                rows.append(_Rows(extent, first, end, filled, extent.source + blocks[within], within))
+                blocks = self.blocks[first:end]
+                # Rows of whole blocks go on in the next block.
+                starts = split_runs(blocks)[0] if extent.length == stride else np.arange(len(blocks), dtype=np.int64)
+                offset = np.append(starts, len(blocks)) * extent.length + filled
+                merged = extent.source + blocks[starts] * stride, offset[:-1], np.diff(offset)
+                rows.append(_Rows(extent, first, end, filled, merged))
                 # Rows of the next plane begin at a cache line.
                 filled = min(slot_bytes, -(-(filled + (end - first) * extent.length) // 64) * 64)
                 first = end
         if rows:
-            yield Batch.of(self, rows, filled)
+            yield Batch(self, tuple(rows), filled)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """Rows of one extent: of the blocks ``[first, end)`` of a read, `offset` bytes into the slot. The merged rows have
-    the addresses `source` and begin with the blocks `starts`, ``int64[n]`` each."""
+    """Rows of one extent: of the blocks ``[first, end)`` of a read, `offset` bytes into the slot. `merged` are those of
+    consecutive blocks as one: address, bytes into the slot, bytes; ``int64[n]`` each."""
 
     extent: RowExtent
     first: int
     end: int
     offset: int
-    source: Int64s
-    starts: Int64s
+    merged: tuple[Int64s, Int64s, Int64s]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """The content of a slot of staging memory at one time: rows of a read, in `staged_bytes` of the slot.
-
-    `source`, `offset` and `length` are the batch's descriptors, consecutive blocks merged: address, bytes into the
-    slot, bytes; ``int64[n]``.
-    """
+    """The content of a slot of staging memory at one time: rows of a read, in `staged_bytes` of the slot."""
 
     read: StagedRead
     rows: tuple[_Rows, ...]
     staged_bytes: int
-    source: Int64s
-    offset: Int64s
-    length: Int64s
-
-    @classmethod
-    def of(cls, read: StagedRead, rows: Sequence[_Rows], staged_bytes: int) -> Batch:
-        columns: list[tuple[Int64s, Int64s, Int64s]] = []
-        for some in rows:
-            size = some.extent.length
-            edges = np.concatenate((some.starts, (some.end,))) * size
-            columns.append((some.source, edges[:-1] + (some.offset - some.first * size), edges[1:] - edges[:-1]))
-        source, offset, length = (np.concatenate(column) for column in zip(*columns, strict=True))
-        return cls(read, tuple(rows), staged_bytes, source, offset, length)
 
     @property
     def total_bytes(self) -> int:
@@ -125,10 +109,16 @@ class Batch:
             for rows in self.rows
         )
 
+    @property
+    def count(self) -> int:
+        """Descriptors, merged."""
+        return sum(len(of.merged[0]) for of in self.rows)
+
     def descriptors(self, slot: int, memory: MemoryPair) -> Descriptors:
         """The descriptors that read the rows to the address `slot`."""
-        columns = (self.source, self.offset + slot, self.length)
-        return Descriptors(memory, *(column.view(np.uint64) for column in columns))
+        columns = zip(*(of.merged for of in self.rows), strict=True)
+        source, offset, length = (np.concatenate(column) for column in columns)
+        return Descriptors(memory, *(column.view(np.uint64) for column in (source, offset + slot, length)))
 
     def copies(self, slot: int) -> Iterator[Copy]:
         """The copies from the address `slot` into the destination's blocks."""
@@ -166,12 +156,3 @@ def _within(blocks: Int64s, rows: _Rows) -> slice:
     """The range of these rising block indices that lies in `rows`."""
     begin, end = np.searchsorted(blocks, (rows.first, rows.end))
     return slice(int(begin), int(end))
-
-
-def _from(starts: Int64s, first: int, end: int) -> Int64s:
-    """The beginnings of runs among the blocks ``[first, end)``; among all blocks, runs begin at `starts`."""
-    begin, behind = np.searchsorted(starts, (first, end))
-    within = starts[begin:behind]
-    if begin < behind and within[0] == first:
-        return within
-    return np.concatenate((np.array((first,), np.int64), within))

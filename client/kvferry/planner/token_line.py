@@ -74,12 +74,13 @@ class StateLayout:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
-    """Pieces with the same cut; their blocks are counted from the line's origin, ``int64[n]``."""
+class Segment:
+    """The same cut of many blocks: ``source[i]`` is read into ``destination[i]``, ``int64[n]`` each. They are block
+    ids; in a `Line`, blocks counted from its origin."""
 
     cut: Cut
-    source_block: Int64s
-    destination_block: Int64s
+    source: Int64s
+    destination: Int64s
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,10 +123,10 @@ class Line:
         return sum(self.period // step for step in self.steps)
 
     @cached_property
-    def period_pieces(self) -> tuple[Pieces, ...]:
+    def period_pieces(self) -> tuple[Segment, ...]:
         return self.pieces(0, self.period)
 
-    def pieces(self, begin: int, end: int) -> tuple[Pieces, ...]:
+    def pieces(self, begin: int, end: int) -> tuple[Segment, ...]:
         """All pieces of ``[begin, end)``, by cut."""
         edges = self._edges(begin, end)
         first, count = edges[:-1], np.diff(edges)
@@ -141,7 +142,7 @@ class Line:
         # Blocks hold at most 2**20 states (`coverage.MAX_CELLS`), so this does not wrap.
         cuts = (source_at * self.destination.held_per_block + destination_at) * (int(count.max()) + 1) + count
         return tuple(
-            Pieces(
+            Segment(
                 Cut(int(source_at[alike[0]]), int(destination_at[alike[0]]), int(count[alike[0]])),
                 source_block[alike],
                 destination_block[alike],

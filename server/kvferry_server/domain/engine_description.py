@@ -11,8 +11,7 @@ from kvferry._wire.geometry_codec import agent_to_proto, engine_to_proto, rank_t
 from kvferry._wire.version import OURS_ENCODED, Version, check_together
 from kvferry.errors import Incompatible
 from kvferry.geometry.model import EngineGeometry
-from kvferry.planner.compatibility import check_complete, diff_indexed
-from kvferry.planner.coverage import Indexed
+from kvferry.planner.coverage import Indexed, check_complete, diff_indexed
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef

@@ -13,7 +13,7 @@ from typing import Any
 from kvferry._wire.version import OURS, Version
 from kvferry.errors import BadAgentMetadata, CacheDiffers, InvalidField
 from kvferry.geometry.model import AgentInfo, EngineGeometry, Group, RankGeometry, check_regions
-from kvferry.geometry.overlap import check_unshared
+from kvferry.geometry.overlap import check_apart
 from kvferry.geometry.plane import Plane
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_REGION_CHECKS
@@ -43,7 +43,7 @@ class Registration:
             raise InvalidField("rank.rank", self.rank, f"below num_ranks, {self.num_ranks}")
         # Checks the planes against the groups, and the groups against each other.
         EngineGeometry(self.engine.engine_id, self.groups, (self.geometry,))
-        check_unshared(self.groups, self.geometry)
+        check_apart(self.groups, self.geometry.rank, self.geometry.planes, may_share=True)
         if self.agent is not None:
             self._check_agent(self.agent)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from kvferry.errors import HomeRecovering, InvalidField
+from kvferry.geometry.blocks import id_runs
 from kvferry.geometry.plane import Interval
-from kvferry.planner.checksum import places_of, runs_of
+from kvferry.planner.checksum import places_of
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.checksum_pages import ChecksumPage, Indexes
 from kvferry_server.domain.identity import EngineRef, Names
@@ -130,7 +131,7 @@ def _units(begin: int, end: int) -> Interval:
 
 
 def _to_proto(page: ChecksumPage) -> pb.Checksums:
-    starts, counts = runs_of(page.indexes)
+    starts, counts = id_runs(page.indexes)
     return pb.Checksums(
         rank=page.rank,
         plane=page.plane,

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from kvferry.errors import BadGeometry, InvalidField
-from kvferry.geometry.file.described import MISSING, at, short
+from kvferry.geometry.file.described import at, short
 from kvferry.geometry.file.fields import (
     DTYPE_BYTES,
     MAX_LAYERS,
@@ -26,8 +26,7 @@ from kvferry.geometry.file.fields import (
     known,
 )
 from kvferry.geometry.model import EngineGeometry, Group, GroupKind, RankGeometry
-from kvferry.geometry.plane import Interval, MemoryKind, Plane, TokenShard
-from kvferry.geometry.sharding import shards
+from kvferry.geometry.plane import Interval, MemoryKind, Plane, TokenShard, shards
 
 KINDS = {"full": GroupKind.TOKENS, "window": GroupKind.WINDOW, "state": GroupKind.STATE}
 
@@ -68,7 +67,7 @@ class GroupPart:
         if isinstance(said, FileGroup):
             check_content(path, said, fields.attention)
         if fields.shards and said.shards is None and fields.kv_heads != file.model.kv_heads:
-            raise self._wrong("shards", MISSING, "a list of intervals: the group's kv_heads are not the model's")
+            raise self._wrong("shards", None, "a list of intervals: the group's kv_heads are not the model's")
         self._shards = checked_shards(at(path, "shards"), fields.shards, file.tp_size, fields.kv_heads)
         own_names = fields.layer_name != Table.model_fields["layer_name"].default
         most = MAX_LAYERS if own_names else file.model.layers
@@ -127,7 +126,7 @@ class GroupPart:
         fields, given = self.fields, self.fields.components
         if given is None:
             if self._state:
-                raise self._wrong("components", MISSING, "a list of components: a state has no default")
+                raise self._wrong("components", None, "a list of components: a state has no default")
             names = ("latent", "rope")[: 2 if fields.rope_dim else 1] if fields.attention == "mla" else ("key", "value")
             return tuple(self._component(self._path, FileComponent(name=name)) for name in names)
         found: list[Component] = []
@@ -160,7 +159,7 @@ class GroupPart:
         content = known(found.content or (1 if state else getattr(group, dim) or None), f"model.{dim}")
         dtype = found.dtype or group.dtype
         if dtype is None:
-            raise InvalidField("model.dtype", MISSING, f"one of {', '.join(DTYPE_BYTES)}")
+            raise InvalidField("model.dtype", None, f"one of {', '.join(DTYPE_BYTES)}")
         ratio = Fraction(1 if state else found.tokens_per_state)
         page_states = found.rows if state else self._page_states(said.name, ratio)
         conv = "conv" if said.name.startswith("conv_") else said.name

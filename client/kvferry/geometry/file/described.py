@@ -17,16 +17,6 @@ from kvferry.errors import InvalidField
 D = TypeVar("D", bound="Described")
 
 
-class _Missing:
-    """The value of an absent field in errors."""
-
-    def __repr__(self) -> str:
-        return "missing"
-
-
-MISSING = _Missing()
-
-
 @dataclass(frozen=True, slots=True)
 class Never:
     """Fields that an object must not have if `field` is given or, with a `value`, if `field` has (with `unless`, has
@@ -114,6 +104,7 @@ _PHRASES = {
     "dict_type": "an object",
     "tuple_type": "a list of two integers",
     "missing": "a value: this field has no default",
+    "string_pattern_mismatch": "a name with {} for the layer's index",
 }
 _AROUND = re.compile(r"^\w+ should (be |have )?|^Value error, | after validation, not \d+")
 
@@ -128,7 +119,7 @@ def _refusal(error: ValidationError, document: object) -> InvalidField:
             known = range(len(value)) if isinstance(value, list) else value if isinstance(value, dict) else ()
             if part not in known:
                 if detail["type"] == "missing":
-                    value, path = MISSING, at(path, part)
+                    value, path = None, at(path, part)
                 break  # The rest of the location names the attempted type.
             value, path = value[part], at(path, part)  # type: ignore[index]
         phrase = _PHRASES.get(detail["type"], _AROUND.sub("", detail["msg"]))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import AfterValidator, Field, Strict
 
 from kvferry.errors import InvalidField
-from kvferry.geometry.file.described import MISSING, Described, Never, at, integer, other, short, text
+from kvferry.geometry.file.described import Described, Never, at, integer, other, short, text
 from kvferry.geometry.plane import Interval
 
 MAX_RANKS = 4096
@@ -49,12 +49,6 @@ def _whole_order(order: list[str]) -> list[str]:
     if sorted(order) != sorted(ORDER):
         raise ValueError(f"each of {', '.join(ORDER)} once, outermost first (page and tensor may be left out)")
     return order
-
-
-def _with_index(name: str) -> str:
-    if name.count("{") != 1 or name.count("}") != 1 or "{}" not in name:
-        raise ValueError("a name with {} for the layer's index")
-    return name
 
 
 Index = Annotated[int, Field(ge=0, le=BIG)]
@@ -204,11 +198,11 @@ class Table(Placing, Meaning):
         "Its layers: indices and [begin, end] intervals, each layer once, in the order of memory. Default: all.",
         min_length=1,
     )
-    layer_name: Annotated[str, AfterValidator(_with_index)] = text(
+    layer_name: str = text(
         "layers.{}",
         256,
         "Name of its layers, {} for the index; equal on both engines.",
-        json_schema_extra={"pattern": r"^[^{}]*\{\}[^{}]*$"},
+        pattern=r"^[^{}]*\{\}[^{}]*$",
     )
     stage: Own[int] = integer(
         None,
@@ -349,5 +343,5 @@ def indices(path: str, items: Sequence[int | Interval], size: int) -> tuple[int,
 def known(value: int | None, path: str) -> int:
     """A value that the file has to give; raises `InvalidField` if the value is missing."""
     if value is None:
-        raise InvalidField(path, MISSING, "an integer of at least 1")
+        raise InvalidField(path, None, "an integer of at least 1")
     return value

@@ -19,7 +19,6 @@ from kvferry.geometry.tensors.planes import Holding as Holding
 from kvferry.geometry.tensors.planes import Part as Part
 from kvferry.geometry.tensors.planes import heads_held as heads_held
 from kvferry.geometry.tensors.planes import named_tensors as named_tensors
-from kvferry.geometry.tensors.planes import opaque_planes as opaque_planes
 from kvferry.geometry.tensors.planes import planes_of as planes_of
 from kvferry.geometry.tensors.planes import planes_of_tensor as planes_of_tensor
 from kvferry.geometry.tensors.view import Tensor as Tensor

@@ -11,7 +11,7 @@ from kvferry._arguments import check_fields, instance, integer, integer_map, map
 from kvferry.errors import BadGeometry, InvalidField
 from kvferry.geometry.model import Group, GroupKind
 from kvferry.geometry.plane import Interval, Plane, TokenShard
-from kvferry.geometry.tensors.view import Axes, Tensor, TensorView, view_of
+from kvferry.geometry.tensors.view import Axes, Tensor, view_of
 
 PLAIN = "plain"
 """Format of bytes in their natural order: each unit's content of each state is contiguous and means the same in every
@@ -113,8 +113,9 @@ def planes_of(
 
     Args:
         tensors: a tensor for each layer, all of the same axes.
-        axes: names of the axes, see `planes_of_tensor`; None: the order inside a page is unknown, so pages move whole
-            (`opaque_planes`).
+        axes: names of the axes, see `planes_of_tensor`; None: the order inside a page is unknown, so pages move whole,
+            between equal pages only. Then axis 0 is that of the blocks, each one contiguous piece, and the component is
+            ``kv``.
         group, components, holding: see `planes_of_tensor`.
 
     Raises:
@@ -123,7 +124,7 @@ def planes_of(
     found: list[Plane] = []
     for layer, tensor in named_tensors(tensors).items():
         if axes is None:
-            found += opaque_planes(tensor, layer, group, holding=holding)
+            found += _opaque_planes(tensor, layer, group, holding)
         else:
             found += planes_of_tensor(tensor, axes, group, layer, components, holding)
     return tuple(found)
@@ -193,42 +194,21 @@ def planes_of_tensor(
     )
 
 
-def opaque_planes(
-    tensor: Tensor,
-    layer: str,
-    group: Group,
-    *,
-    block_axis: int = 0,
-    component: str = "kv",
-    holding: Holding | None = None,
-) -> tuple[Plane, ...]:
-    """Planes of a tensor of which only the beginnings of its blocks are known: pages move whole, between equal pages
-    only.
-
-    Each index of the axes before `block_axis` (a leading 2 for K and V, say) gives a plane: ``kv.0``, ``kv.1`` …
-
-    Args:
-        tensor: each of its blocks is one contiguous piece.
-        block_axis: the axis of blocks, or of a block's pages.
-        holding: `units` and `axis_size` if ranks hold different parts.
-
-    Raises:
-        BadGeometry: a block is not contiguous.
-    """
+def _opaque_planes(tensor: Tensor, layer: str, group: Group, holding: Holding | None) -> tuple[Plane, ...]:
+    """The plane of a tensor of which only the beginnings of its blocks are known: pages move whole, between equal pages
+    only."""
     view = view_of(tensor)
-    block_axis = integer("block_axis", block_axis)
     instance("group", group, Group, "a Group")
     holding = _holding(holding)
-    if not 0 <= block_axis < len(view.shape) or view.contiguous_tail > block_axis + 1:
-        problem = f"the blocks along axis {block_axis} of {view.described} are not contiguous"
-        raise BadGeometry(f"layer {layer}", problem)
-    if view.shape[block_axis] < group.num_blocks:
+    if view.contiguous_tail > 1:
+        raise BadGeometry(f"layer {layer}", f"the blocks along axis 0 of {view.described} are not contiguous")
+    if view.shape[0] < group.num_blocks:
         raise BadGeometry(
             f"layer {layer}",
-            f"its axes are not named, so axis {block_axis} is taken for the blocks: it has {view.shape[block_axis]}, "
-            f"and group {group.name!r} has {group.num_blocks}; name the axes ({view.described})",
+            f"its axes are not named, so axis 0 is taken for the blocks: it has {view.shape[0]}, and group "
+            f"{group.name!r} has {group.num_blocks}; name the axes ({view.described})",
         )
-    page_bytes = view.tail_bytes(block_axis + 1)
+    page_bytes = view.tail_bytes(1)
     units = holding.units or Interval(0, holding.axis_size or 1)
     states = _block_states(group, holding)
     # The pages of a block are not declared, so a block is one page; the bytes of a token are unknown.
@@ -239,32 +219,15 @@ def opaque_planes(
         holding = replace(holding, tokens_per_state=Fraction(group.block_tokens or 1, holding.token_shard.count))
     if rest:
         raise BadGeometry(f"layer {layer}", f"pages of {page_bytes} bytes do not divide by {len(units)} units")
-    cells = TensorView(
-        address=view.address,
-        shape=(view.shape[block_axis], len(units), states or 1, state_bytes),
-        strides=(view.strides[block_axis], state_bytes * (states or 1), state_bytes, 1),
+    cells = replace(
+        view,
+        shape=(view.shape[0], len(units), states or 1, state_bytes),
+        strides=(view.strides[0], state_bytes * (states or 1), state_bytes, 1),
         itemsize=1,
-        dtype=view.dtype,
-        memory_kind=view.memory_kind,
-        device=view.device,
     )
     format = OPAQUE if holding.format == PLAIN else holding.format
     holding = replace(holding, units=units, format=format, token_granule=0, units_divide=False)
-    offsets = _outer_offsets(view, block_axis)
-    found: list[Plane] = []
-    for index, offset in enumerate(offsets):
-        name = component if len(offsets) == 1 else f"{component}.{index}"
-        moved = replace(cells, address=cells.address + offset)
-        found += planes_of_tensor(moved, ("block", "unit", "token", "content"), group, [layer], (name,), holding)
-    return tuple(found)
-
-
-def _outer_offsets(view: TensorView, block_axis: int) -> list[int]:
-    """Bytes from the tensor's start to block 0, for each combination of indices outside the block axis."""
-    offsets = [0]
-    for size, stride in zip(view.shape[:block_axis], view.strides[:block_axis], strict=True):
-        offsets = [offset + index * stride for offset in offsets for index in range(size)]
-    return offsets
+    return planes_of_tensor(cells, ("block", "unit", "token", "content"), group, layer, ("kv",), holding)
 
 
 def _parts(axis: Axes, components: Components | None) -> list[Part]:

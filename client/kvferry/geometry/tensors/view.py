@@ -160,8 +160,6 @@ def _view_of_torch(tensor: Any) -> TensorView:
             f"a tensor of {tensor.dtype} has scales and zero points of its own, which would not move; keep integers "
             "and scales in tensors of their own, each a component",
         )
-    if tensor.numel() == 0:
-        raise BadGeometry("tensor", f"a tensor of shape {tuple(tensor.shape)} holds nothing")
     itemsize = int(tensor.element_size())
     storage = tensor.untyped_storage()
     return TensorView(
@@ -302,15 +300,12 @@ def _from_dlpack(tensor: Any) -> Any:
     if kind is None:
         raise _unusable(tensor, f"lies on a device of DLPack's type {device}, which kvferry does not know")
     if kind is MemoryKind.DRAM:
-        # numpy before torch, which ignores that memory is read-only. Before 2.1 numpy neither wrote nor refused copies.
-        if np.lib.NumpyVersion(np.__version__) >= "2.1.0":
-            try:
-                return np.from_dlpack(tensor, copy=False)
-            except (RuntimeError, TypeError) as error:
-                # Types that numpy lacks, such as bfloat16.
-                problem = f" (numpy: {error})"
-        else:
-            problem = f" (it could not be written with numpy {np.__version__})"
+        # numpy before torch, which ignores that memory is read-only.
+        try:
+            return np.from_dlpack(tensor, copy=False)
+        except (RuntimeError, TypeError) as error:
+            # Types that numpy lacks, such as bfloat16; or `copy`, before 2.1, when numpy did not write to such memory.
+            problem = f" (numpy {np.__version__}: {error})"
     if torch is None:
         raise _unusable(tensor, f"needs torch, which must be imported first, to find its memory{problem}")
     return torch.from_dlpack(tensor.__dlpack__())
