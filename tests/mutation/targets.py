@@ -234,7 +234,6 @@ TARGETS: dict[str, Target] = {
     "client/kvferry/_transport/peer_links.py": Target((READING, THREADS, READS)),
     "client/kvferry/_transport/peer_work.py": Target((LINKS, READS)),
     "client/kvferry/_transport/reading_thread.py": Target((READING, THREADS, READS)),
-    "client/kvferry/_transport/reading_threads.py": Target((READING, THREADS, READS)),
     "client/kvferry/_transport/transport.py": Target((READING, THREADS, READS, STAGING)),
     "client/kvferry/_transport/staging_pool.py": Target((SLOTS, STAGING)),
     "client/kvferry/_reads/rank_reads.py": Target(

@@ -190,7 +190,7 @@ class World:
         transfer = self.read(transport, name, at, chunks)
 
         def posted() -> int:
-            links = [link for thread in transport._threads._all() for link in thread._links]
+            links = [link for thread in tuple(transport.living) for link in thread._links]
             return sum(chunk.owner is transfer for link in links for chunk in link.posted)
 
         # A transfer counts a chunk just before it is posted, and the gauges just after.

@@ -127,7 +127,7 @@ def test_ranks_use_a_device_each(devices: Devices) -> None:
 
     on_threads(read)
     for rank, transport in enumerate(transports):
-        (thread,) = transport._threads.living
+        (thread,) = transport.living
         names[thread.name] = rank
         assert transport.close()
         assert (memory[rank][1] == (rank + 1) % RANKS + 1).all()

@@ -296,7 +296,7 @@ def test_a_thread_that_cannot_be_had_fails_the_read(
         raise refusal
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvferry._transport.reading_threads.ReadingThread", refuse)
+        patch.setattr("kvferry._transport.transport.ReadingThread", refuse)
         transfer = world.read(read)
         error = failed(transfer)
         assert isinstance(error, LimitReached if isinstance(refusal, KvferryError) else TransferFailed)
@@ -378,7 +378,7 @@ def test_a_read_that_waits_for_the_slots_of_broken_peers_moves_on(world: World) 
     broken = read.start([(replace(peer, name="broken"), planned)], deadline=None, label="broken")
     assert until(lambda: read.gauges().chunks_in_flight == 1)
     waiting = read.start([(peer, planned)], deadline=None, label="waiting")
-    (thread,) = read._threads._all()
+    (thread,) = read.living
     assert until(lambda: any(work.blocked for link in thread._links for work in tuple(link.queued)))
     world.agents.state["broken"] = FAILED
     failed(broken)
@@ -479,7 +479,7 @@ def test_a_peer_that_does_not_answer_is_waited_for_until_its_time_out(world: Wor
 def test_bytes_under_way_are_bounded_over_all_peers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry._transport.peer_link.STALLED", 1000.0)
     read = world.transport(bytes_in_flight_total=6 * CHUNK, reading_agents=2)
-    names = [name for name in map(str, range(100)) if read._threads.of(name) is read._threads.places[0]][:2]
+    names = [name for name in map(str, range(100)) if read.thread_of(name) is read.places[0]][:2]
     for name in names:
         done(world.read(read, name))
         world.agents.state[name] = MOVING
@@ -489,7 +489,7 @@ def test_bytes_under_way_are_bounded_over_all_peers(world: World, monkeypatch: p
         return [transfer.progress().chunks_in_flight for transfer in transfers]
 
     assert until(lambda: sum(flying()) == 3)
-    elsewhere = next(name for name in map(str, range(100)) if read._threads.of(name) is read._threads.places[1])
+    elsewhere = next(name for name in map(str, range(100)) if read.thread_of(name) is read.places[1])
     done(world.read(read, elsewhere, 5))
     assert sum(flying()) == 3
     # Stalled peers take no room.

@@ -58,8 +58,7 @@ class ReadingThread:
 
     `reading` makes the agent, on the thread. `may_retire` is asked before the agent is retired; if False, the agent
     stays as it is. `moved_on` is called with each piece of unposted work when the agent is retired, and `gone` when the
-    thread has ended, with whether all that it posted is quiet. `keep`, the owner of the regions, is referenced until
-    the agent is destroyed.
+    thread has ended, with whether all that it posted is quiet.
     """
 
     def __init__(
@@ -73,7 +72,6 @@ class ReadingThread:
         moved_on: Callable[[PeerWork], None],
         gone: Callable[[ReadingThread, bool], None],
         reading: MakeReadingAgent,
-        keep: object = None,
     ) -> None:
         self.name = name
         self.retired = False
@@ -86,7 +84,6 @@ class ReadingThread:
         self._moved_on = moved_on
         self._gone = gone
         self._reading = reading
-        self._keep = keep
         self.accepting = True
         """Whether messages are accepted. Changed with the lock held, so that no message is added afterwards."""
         self._lock = threading.Lock()
