@@ -115,7 +115,7 @@ class World:
     def end(self, read_id: str, error: KvferryError | None = None, *, quiet: bool = True) -> RankRead:
         """A share of 10 bytes, of which all or some have arrived."""
         read = self.read(read_id)
-        transfer = Transfer(read_id, 10, 1, None, now, lambda: None)
+        transfer = Transfer(read_id, 10, None, now, lambda: None)
         if not quiet:
             transfer.begin()
         if error is None:

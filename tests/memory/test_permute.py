@@ -233,7 +233,7 @@ def test_a_device_that_cannot_be_waited_for_leaves_the_transfer_unquiet_and_the_
     source, destination = (worlds.plane(base, heads_first=first) for base, first in ((1 << 36, False), (1 << 40, True)))
     expansion = worlds.planned(source, destination, Path.STAGED).expand({"full": Blocks([1])}, {"full": Blocks([2])})
     (read,) = expansion.sources
-    transfer = Transfer("t", expansion.total_bytes, 1, None, lambda: 0.0, lambda: None)
+    transfer = Transfer("t", expansion.total_bytes, None, lambda: 0.0, lambda: None)
     info = AgentInfo("source", b"", b"", ())
     chunk = StagedWork(transfer, info, read.staged, pool, 0.0, read.footprint).next(NixlOptions())
     assert chunk is not None

@@ -118,7 +118,7 @@ class PlayedRank:
 
     def transfer(self, parts: Sequence[TransferPart], *, deadline: float | None, label: str) -> Transfer:
         with self.changed:
-            made = Transfer(label, self.size, 1, deadline, now, lambda: self.look(made))
+            made = Transfer(label, self.size, deadline, now, lambda: self.look(made))
             # Posted at once.
             made.begin()
             self.parts.append(parts)

@@ -23,7 +23,7 @@ def main(ucx_tls: str) -> None:
     whole = raw(pieces + np.uint64(info.regions[0].base), pieces + np.uint64(memory.base), np.full_like(pieces, 256))
     transport = Transport([memory.region], NixlOptions(ucx_tls=ucx_tls, chunk_descriptors=1), keep=memory)
     transfer = transport.start([raw_part(info, [whole])], deadline=None, label="left behind")
-    while transfer.progress().chunks < 5 and not transfer.state.final:
+    while transfer.chunks < 5 and not transfer.state.final:
         transfer.wait(0.001)
     print(transfer.state.value)
 

@@ -107,12 +107,12 @@ def test_shares_that_find_no_new_agent_fail_and_the_old_one_goes_on(
     assert_done(read_all(read, slow, memory))
     slow.stop()
     patient = read_all(read, slow, memory, deadline=None)
-    assert until(lambda: patient.progress().chunks_in_flight >= 2)
+    assert until(lambda: patient.chunks_in_flight >= 2)
     with monkeypatch.context() as patch:
         threads_run_out(patch, 0)
         victim.stop()
         doomed = read_all(read, victim, memory, at=8 << 20, deadline=None)
-        assert until(lambda: doomed.progress().chunks_in_flight >= 2)
+        assert until(lambda: doomed.chunks_in_flight >= 2)
         waiting = read_all(read, victim, memory, at=8 << 20, deadline=None)
         doomed.cancel()
         # The agent is given up for `doomed`; `waiting` should go to a fresh one, which cannot be made.
@@ -181,7 +181,7 @@ def test_cancels_from_another_thread_never_report_quiet_while_reads_go_on() -> N
             answers.append(read.stop())
 
         def start() -> Transfer:
-            transfer = Transfer("r", 10, 1, None, Clock(), lambda: None)
+            transfer = Transfer("r", 10, None, Clock(), lambda: None)
             # Posted at once, as a reading thread does.
             transfer.begin()
             return transfer
@@ -206,7 +206,7 @@ def test_the_error_of_a_read_given_up_shows_when_it_is_quiet(
     memory.bytes[:] = POISON
     stopped.stop()
     transfer = read_all(read, stopped, memory, deadline=None)
-    assert until(lambda: transfer.progress().chunks_in_flight > 0)
+    assert until(lambda: transfer.chunks_in_flight > 0)
     stuck = TransferStuck("it did not end in time")
     transfer.cancel()
     transfer.tell(stuck)
@@ -229,7 +229,7 @@ def test_an_agent_waits_for_the_latest_fence_of_a_peer(
     # Two reads under way at one peer: one is given up by its caller, one is not.
     given_up = read_all(read, stopped, memory, deadline=None)
     patient = read_all(read, stopped, memory, at=4 << 20, deadline=None)
-    assert until(lambda: given_up.progress().chunks_in_flight == patient.progress().chunks_in_flight == 4)
+    assert until(lambda: given_up.chunks_in_flight == patient.chunks_in_flight == 4)
     given_up.cancel()
     assert until(lambda: read.gauges().retired_agents == 1)
     # The agent is given up, and not destroyed under the one that is still waited for.
@@ -250,7 +250,7 @@ def test_a_peer_that_leaves_is_dropped_only_after_its_reads(
     memory.bytes[:] = POISON
     source.stop()
     transfer = read_all(read, source, memory, deadline=None)
-    assert until(lambda: transfer.progress().chunks_in_flight == 2)
+    assert until(lambda: transfer.chunks_in_flight == 2)
     read.retire(source.name)
     # Behind it in the thread's inbox, so that the order to leave was obeyed when this one waits.
     behind = read_all(read, source, memory, at=8 << 20, deadline=None)

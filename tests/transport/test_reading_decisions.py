@@ -48,7 +48,7 @@ def test_bytes_arrive_and_are_counted(world: World) -> None:
     done(first)
     done(second)
     assert world.memory.right()
-    assert (first.progress().chunks, first.progress().descriptors) == (4, 1)
+    assert first.chunks == 4
     assert until(lambda: read.gauges().bytes_moved == 7 * CHUNK)
     gauges = read.gauges()
     assert (gauges.transfers, gauges.chunks_in_flight, gauges.agents, gauges.peers) == (0, 0, 1, 2)
@@ -486,7 +486,7 @@ def test_bytes_under_way_are_bounded_over_all_peers(world: World, monkeypatch: p
     transfers = [world.read(read, name, at) for at, name in enumerate(names)]
 
     def flying() -> list[int]:
-        return [transfer.progress().chunks_in_flight for transfer in transfers]
+        return [transfer.chunks_in_flight for transfer in transfers]
 
     assert until(lambda: sum(flying()) == 3)
     elsewhere = next(name for name in map(str, range(100)) if read.thread_of(name) is read.places[1])
@@ -514,7 +514,7 @@ def test_a_single_chunk_is_allowed_whatever_the_bound(world: World, monkeypatch:
     (agent,) = world.agents.made
     for _ in range(6):
         assert until(lambda: any(agent.flying(name) for name in "abc"))
-        assert sum(transfer.progress().chunks_in_flight for transfer in transfers) == 1
+        assert sum(transfer.chunks_in_flight for transfer in transfers) == 1
         (handle,) = (handle for name in "abc" for handle in agent.flying(name))
         handle.state = DONE
         assert until(partial(getattr, handle, "released"))

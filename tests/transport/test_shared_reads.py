@@ -52,7 +52,7 @@ def test_agents_read_a_part_each_and_nothing_twice(world: World) -> None:
     assert len({int(part.destination[0]) for part in parts if part is not None}) == 4
     world.agents.state[PEER] = DONE
     done(transfer)
-    assert (transfer.progress().chunks, world.memory.right()) == (4, True)
+    assert (transfer.chunks, world.memory.right()) == (4, True)
 
 
 def test_a_shared_read_is_quiet_when_both_agents_are(world: World) -> None:

@@ -39,8 +39,8 @@ OPTIONS = NixlOptions()
 def staged_share(pool: StagingPool, of: TransferPart, name: str = "", *, deadline: float | None = None) -> StagedWork:
     """The work of a transfer of its own."""
     peer, planned = of
-    size, count = (sum(getattr(read, what) for read in planned.staged) for what in ("total_bytes", "count"))
-    transfer = Transfer("t", size, count, deadline, now, lambda: None)
+    size = sum(read.total_bytes for read in planned.staged)
+    transfer = Transfer("t", size, deadline, now, lambda: None)
     info = replace(peer, name=name or peer.name)
     return StagedWork(transfer, info, planned.staged, pool, now(), planned.footprint)
 
@@ -272,7 +272,7 @@ def test_batches_are_checked_before_they_are_read() -> None:
 
     with pytest.raises(InvalidField, match="the request's blocks"):
         read_all()
-    assert share.owner.progress().chunks
+    assert share.owner.chunks
     assert pool.in_use == 0
 
 

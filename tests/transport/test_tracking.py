@@ -25,7 +25,7 @@ def clock() -> Clock:
 
 
 def make(clock: Clock, size: int = 20, deadline: float | None = 110.0) -> Transfer:
-    return Transfer("t", size, 2, deadline, clock, lambda: None)
+    return Transfer("t", size, deadline, clock, lambda: None)
 
 
 def test_a_transfer_is_done_when_its_last_byte_has_arrived(clock: Clock) -> None:
@@ -226,7 +226,7 @@ def test_a_chunk_about_to_be_read_is_not_read_after_a_cancel(clock: Clock) -> No
 
 def test_a_cancel_wakes_the_threads_that_read() -> None:
     woken: list[str] = []
-    Transfer("t", 10, 1, None, Clock(), lambda: woken.append("woken")).cancel()
+    Transfer("t", 10, None, Clock(), lambda: woken.append("woken")).cancel()
     assert woken == ["woken"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from kvferry._clock import now
@@ -19,7 +19,7 @@ from kvferry._memory.tails import Tails
 from kvferry._reads.read_times import ShareWork
 from kvferry._reads.source_engines import SourceEngine, SourceKey
 from kvferry._tracing import NO_SPAN, Span
-from kvferry._transport.transport import Transfer, TransferProgress, TransferState
+from kvferry._transport.transport import Transfer
 from kvferry.errors import KvferryError, TransferCancelled
 from kvferry.geometry.blocks import Blocks
 from kvferry.planner.expansion import Expansion
@@ -85,8 +85,6 @@ class RankOrder:
 Phase: TypeAlias = Literal["handshake", "plan", "move", "steps"]
 """The phases of a share that are measured, named like their fields in `ShareWork`."""
 
-_NOTHING = TransferProgress(TransferState.DONE, True, 0, 0, 0, 0, 0)
-
 
 class RankRead:
     """One rank's share of a read, from its order to its end. The coroutine of `RankReads` changes the share; any thread
@@ -135,8 +133,8 @@ class RankRead:
         self._pieces = self._descriptors = self._staged_bytes = 0
         self._starting = False
         """The transfer is being started: it may write already, and `transfer` is not known yet."""
-        self._moving: tuple[Transfer | None, TransferProgress] = None, _NOTHING
-        """The last transfer; and the progress of the transfers before, which are DONE, and so quiet."""
+        self._moving: tuple[Transfer | None, int] = None, 0
+        """The last transfer; and the bytes of the transfers before, which are DONE, and so quiet."""
 
     @property
     def transfer(self) -> Transfer | None:
@@ -157,8 +155,14 @@ class RankRead:
     @property
     def bytes(self) -> int:
         """Number of bytes that have arrived."""
-        progress = self.progress()
-        return 0 if progress is None else progress.bytes_done
+        transfer, before = self._moving
+        return before if transfer is None else before + transfer.bytes_done
+
+    @property
+    def bytes_total(self) -> int:
+        """Number of bytes of the transfers so far, the present one included."""
+        transfer, before = self._moving
+        return before if transfer is None else before + transfer.bytes_total
 
     @property
     def work(self) -> ShareWork:
@@ -192,20 +196,6 @@ class RankRead:
         for source in expansion.sources:
             self._staged_bytes += sum(staged.total_bytes for staged in source.staged)
             self.source_ranks |= {source.source_rank}
-
-    def progress(self) -> TransferProgress | None:
-        """Return the progress of all transfers together; None before the first began."""
-        transfer, before = self._moving
-        if transfer is None:
-            return None
-        present = transfer.progress()
-        return replace(
-            present,
-            bytes_done=before.bytes_done + present.bytes_done,
-            bytes_total=before.bytes_total + present.bytes_total,
-            descriptors=before.descriptors + present.descriptors,
-            chunks=before.chunks + present.chunks,
-        )
 
     def wait_quiet(self, timeout: float | None) -> bool:
         """Wait, at most `timeout` seconds, until an ended share is quiet; returns whether it is."""
@@ -266,7 +256,7 @@ class RankRead:
 
     def begin(self, start: Callable[[], Transfer]) -> Transfer:
         """Start the transfer; raises `TransferCancelled` if the read was cancelled."""
-        before = self.progress() or _NOTHING
+        before = self.bytes
         self._starting = True
         try:
             self.check()

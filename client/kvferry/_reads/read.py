@@ -120,7 +120,7 @@ class OwnRead(LeasedRead):
                 return ReadState.DONE
             return ReadState.CANCELLED if isinstance(error, TransferCancelled) else ReadState.FAILED
         share = self.share
-        return ReadState.WAITING if share is None or share.progress() is None else ReadState.READING
+        return ReadState.WAITING if share is None or share.transfer is None else ReadState.READING
 
     @property
     def over(self) -> bool:
@@ -218,9 +218,9 @@ class Read(OneProcess):
     def progress(self) -> ReadProgress:
         """Return the progress of the read."""
         share = self._read.share
-        if share is None or (progress := share.progress()) is None:
+        if share is None or share.transfer is None:
             return ReadProgress(self.state, 0, 0)
-        return ReadProgress(self.state, progress.bytes_done, progress.bytes_total, share.expanded)
+        return ReadProgress(self.state, share.bytes, share.bytes_total, share.expanded)
 
     def cancel(self) -> bool:
         """Cancel the read, and return whether the destination blocks are quiet already. Does not wait; has no effect on

@@ -25,17 +25,16 @@ from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.peer_work import PeerWork, as_kvferry_error
 from kvferry._transport.reading_thread import ReadingThread
 from kvferry._transport.staging_pool import StagedWork, StagingOptions, StagingPool
-from kvferry._transport.transfer import Transfer, TransferProgress, TransferState
+from kvferry._transport.transfer import Transfer, TransferState
 from kvferry.errors import Closed, InvalidField
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import MemoryKind
-from kvferry.planner.descriptors import Descriptors
 from kvferry.planner.expansion import SourceDescriptors
 from kvferry.planner.footprint import AT_ONCE
 from kvferry.planner.staged_read import StagedRead
 from kvferry.stats import TransportGauges
 
-__all__ = ["Transfer", "TransferPart", "TransferProgress", "TransferState", "Transport"]
+__all__ = ["Transfer", "TransferPart", "TransferState", "Transport"]
 
 logger = Log(__name__)
 
@@ -142,17 +141,8 @@ class Transport:
                     room -= part.footprint.check(some, room)
                 if room < 0:
                     late.add(index)
-        every: list[Descriptors | StagedRead] = []
-        for _, part in parts:
-            every += [*part.descriptors, *part.staged]
-        transfer = Transfer(
-            label,
-            sum(some.total_bytes for some in every),
-            sum(some.count for some in every),
-            deadline,
-            self._clock,
-            self._wake,
-        )
+        size = sum(part.total_bytes for _, part in parts)
+        transfer = Transfer(label, size, deadline, self._clock, self._wake)
         with self._lock:
             if self._closed:
                 raise Closed("the transport was closed")
