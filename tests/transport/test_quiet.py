@@ -12,8 +12,9 @@ import pytest
 
 from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedPart
+from kvferry._control.reader_lease import ReaderLease
 from kvferry._loop import Loop
-from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease, Wanted
+from kvferry._reads.rank_read import RankOrder, RankRead, Wanted
 from kvferry._transport.nixl_agent import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._transport.transport import Transfer, TransferState, Transport
@@ -126,7 +127,7 @@ def test_shares_that_find_no_new_agent_fail_and_the_old_one_goes_on(
 
 
 def share() -> RankRead:
-    home, lease = cast(Control, SimpleNamespace(address="home:1")), SchedulersLease(b"l" * 16)
+    home, lease = cast(Control, SimpleNamespace(address="home:1")), ReaderLease.without_end(b"l" * 16)
     order = RankOrder("r", "request", home, "e", b"i" * 16, 1, "reference", lease, GrantedPart({}), Wanted({}), 60.0)
     # Nothing waits for its news.
     return RankRead(Loop(), order)

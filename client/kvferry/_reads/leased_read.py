@@ -80,7 +80,7 @@ class LeasedRead:
         self.ranks = ranks
         self.stage = ReadStage.WAITING
         self.acquired: Acquired | None = None
-        self.lease = ReaderLease.none()
+        self.lease = ReaderLease.without_end()
         self.not_validated: KvferryError | None = None
         self.complete = False
         self.until = 0

@@ -26,14 +26,6 @@ from kvferry.planner.expansion import Expansion
 from kvferry.planner.plan import ReadPlan, RequestParts
 
 
-@dataclass(slots=True)
-class SchedulersLease:
-    """A lease that the engine's scheduler holds, in another process: its last known id. After a restart of its home, a
-    lease has another id."""
-
-    lease_id: bytes = field(repr=False)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
     """The part of a publication that a read wants, and the blocks that it writes to; see `Cache.read` and
@@ -51,7 +43,7 @@ class RankOrder:
 
     Attributes:
         reference: the publication's reference, for the handshake with the source.
-        lease: if this process holds the lease, the transfer ends with it.
+        lease: the transfer ends with it; one that the engine's scheduler holds, in another process, has no end here.
         granted: the source's blocks, as far as they were known; `RankRead.add` adds the others.
         wanted: the part to read; its `tokens` are given unless `granted` is complete.
         deadline: time on the loop's clock at which the share fails.
@@ -65,7 +57,7 @@ class RankOrder:
     incarnation: bytes
     publication: int
     reference: str = field(repr=False)
-    lease: ReaderLease | SchedulersLease
+    lease: ReaderLease
     granted: GrantedPart
     wanted: Wanted
     deadline: float
@@ -75,11 +67,6 @@ class RankOrder:
     def source(self) -> SourceKey:
         """The key of the source engine in `SourceEngines`."""
         return self.home.address, self.engine_id, self.incarnation
-
-    @property
-    def lease_deadline(self) -> float | None:
-        """The lease's deadline on the loop's clock; None: there is no lease, or another process holds it."""
-        return self.lease.deadline if isinstance(self.lease, ReaderLease) and self.lease.lease_id else None
 
 
 Phase: TypeAlias = Literal["handshake", "plan", "move", "steps"]
@@ -208,9 +195,9 @@ class RankRead:
 
     def extend(self) -> None:
         """Extend the deadline of the transfer after a renewal of the lease."""
-        transfer, deadline = self.transfer, self.order.lease_deadline
-        if transfer is not None and deadline is not None:
-            transfer.extend(deadline)
+        transfer = self.transfer
+        if transfer is not None:
+            transfer.extend(self.order.lease.deadline)
 
     def add(self, more: GrantedPart) -> None:
         """Add blocks that the source has published since; on the loop. Has no effect on a share that has ended, or

@@ -207,7 +207,7 @@ class RankReads(OneProcess):
             return
         parts = [(engine.agents[source.source_rank], source) for source in expansion.sources]
         share.set_phase("move")
-        transfer = share.begin(lambda: self._transport.start(parts, deadline=order.lease_deadline, label=order.read_id))
+        transfer = share.begin(lambda: self._transport.start(parts, deadline=order.lease.deadline, label=order.read_id))
         transfer.add_done_callback(lambda _: share.news.set())
         while not transfer.state.final:
             await share.news.wait(math.inf)
