@@ -23,8 +23,9 @@ from kvferry._forks import Closing
 from kvferry._integrity.summed_blocks import IntegrityOptions
 from kvferry._loop import Loop
 from kvferry._memory.declared import Declared
+from kvferry._memory.rank_memory import RankMemory
 from kvferry._network import network_of
-from kvferry._reads.local_rank import LocalRank, OwnedMemory, describe
+from kvferry._reads.local_rank import LocalRank, describe
 from kvferry._reads.runtime import ClientRuntime, RankRuntime
 from kvferry._session import EngineSession, home_session_of
 from kvferry._transport.nixl_options import NixlOptions
@@ -401,7 +402,7 @@ def client_runtime_of(client: Client) -> ClientRuntime:
 
 
 def register_memory(
-    client: Client, engine: EngineSpec, rank: RankGeometry, owned: OwnedMemory, *, serve: bool
+    client: Client, engine: EngineSpec, rank: RankGeometry, memory: RankMemory, *, serve: bool
 ) -> LocalRank:
     """Do the part of `Client.register_cache` that needs no token: register a rank's memory with NIXL, on the calling
     thread. Makes no RPC."""
@@ -410,7 +411,7 @@ def register_memory(
     local = LocalRank(
         engine,
         rank,
-        owned,
+        memory,
         binding=runtime.binding,
         options=runtime.options,
         staging=runtime.staging,

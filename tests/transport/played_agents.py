@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from kvferry._clock import now
 from kvferry._memory.access import StagingSpace
+from kvferry._memory.rank_memory import RankMemory
 from kvferry._transport.nixl_agent import AgentInfo, HandleState, MakeReadingAgent, NixlError
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
@@ -165,7 +166,9 @@ class World:
     def transport(self, staging: StagingOptions | None = None, **options: Any) -> Transport:
         some = {"chunk_bytes": CHUNK, "chunk_descriptors": 100, **options}
         reading = cast(MakeReadingAgent, self.agents.reading)
-        made = Transport([self.memory.region], NixlOptions(**some), reading=reading, staging=staging, clock=self.clock)
+        made = Transport(
+            RankMemory([self.memory.region]), NixlOptions(**some), reading=reading, staging=staging, clock=self.clock
+        )
         self.transports.append(made)
         return made
 

@@ -14,6 +14,7 @@ from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._loop import Loop
+from kvferry._memory.rank_memory import RankMemory
 from kvferry._reads.rank_read import RankOrder, RankRead, Wanted
 from kvferry._transport.nixl_agent import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
@@ -62,7 +63,7 @@ def test_staging_memory_that_is_refused_fails_the_parts_begun_before(
 ) -> None:
     # No machine has so much memory: numpy raises an error when it is made.
     staging = StagingOptions(path="staged", slots=1, slot_bytes=1 << 56)
-    read = Transport([memory.region], NixlOptions(ucx_tls=ucx_tls, chunk_bytes=1 << 16), staging=staging)
+    read = Transport(RankMemory([memory.region]), NixlOptions(ucx_tls=ucx_tls, chunk_bytes=1 << 16), staging=staging)
     parts = [
         raw_part(source.info, [memory.all_of(source)]),
         staged_part(source, memory, some(1), some(2), at=8 << 20),
@@ -79,7 +80,7 @@ def test_staging_memory_that_is_refused_fails_the_parts_begun_before(
 def test_a_thread_that_is_refused_fails_the_parts_begun_before(
     ucx_tls: str, source: Source, new_source: MakeSource, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = Transport([memory.region], NixlOptions(ucx_tls=ucx_tls, reading_agents=2, chunk_bytes=1 << 16))
+    read = Transport(RankMemory([memory.region]), NixlOptions(ucx_tls=ucx_tls, reading_agents=2, chunk_bytes=1 << 16))
     mine = zlib.crc32(source.name.encode()) % 2
     name = next(f"other-{i}" for i in range(99) if zlib.crc32(f"other-{i}".encode()) % 2 != mine)
     other = new_source(ucx_tls, size=4 << 20, name=f"{name}")

@@ -19,6 +19,7 @@ import pytest
 from kvferry._clock import now
 from kvferry._memory.access import StagingSpace
 from kvferry._memory.host import HostAccess
+from kvferry._memory.rank_memory import RankMemory
 from kvferry._transport.nixl_agent import MakeReadingAgent, NixlError
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.reading_thread import ReadingThread
@@ -371,7 +372,7 @@ def test_a_read_that_waits_for_the_slots_of_broken_peers_moves_on(world: World) 
     """Only the end of the retired agent gives such slots back, and the agent ends when it has nothing to do (R10)."""
     memory, source = Memory(1 << 20), local_source()
     one_slot, reading = StagingOptions(slot_bytes=16384, slots=1), cast(MakeReadingAgent, world.agents.reading)
-    read = Transport([memory.region], NixlOptions(), reading=reading, staging=one_slot, clock=world.clock)
+    read = Transport(RankMemory([memory.region]), NixlOptions(), reading=reading, staging=one_slot, clock=world.clock)
     world.transports.append(read)
     peer, planned = staged_part(world, source, memory)
     world.agents.state["broken"] = MOVING
@@ -390,7 +391,7 @@ def test_rows_go_through_staging_memory_of_the_configured_size(world: World) -> 
     memory, source = Memory(1 << 20), local_source()
     reading = cast(MakeReadingAgent, world.agents.reading)
     with_slots = StagingOptions(slot_bytes=16384, slots=3)
-    read = Transport([memory.region], NixlOptions(), reading=reading, staging=with_slots, clock=world.clock)
+    read = Transport(RankMemory([memory.region]), NixlOptions(), reading=reading, staging=with_slots, clock=world.clock)
     world.transports.append(read)
     pool = read.pool(MemoryKind.DRAM, 0)
     assert read.pool(MemoryKind.DRAM, 0) is pool
@@ -583,10 +584,9 @@ def test_the_owner_of_the_memory_is_kept_while_an_agent_may_write_to_it(world: W
     owner = Owner()
     reference = weakref.ref(owner)
     read = Transport(
-        [world.memory.region],
+        RankMemory([world.memory.region], keep=owner),
         NixlOptions(chunk_bytes=CHUNK),
         reading=cast(MakeReadingAgent, world.agents.reading),
-        keep=owner,
         clock=world.clock,
     )
     moving = world.moving(read)

@@ -12,6 +12,7 @@ import pytest
 from kvferry._clock import now
 from kvferry._memory.access import StagingSpace
 from kvferry._memory.host import HostAccess
+from kvferry._memory.rank_memory import RankMemory
 from kvferry._transport import calibration
 from kvferry._transport.calibration import measure
 from kvferry._transport.nixl_agent import NixlOptions
@@ -38,7 +39,7 @@ def staged(memory: Memory) -> Iterator[MakeStaged]:
     def make(ucx_tls: str = "", *, slots: int = 2, slot_blocks: int = 3, **options: Any) -> Transport:
         staging = StagingOptions(path="staged", slots=slots, slot_bytes=slot_blocks * BLOCK_BYTES)
         patient = {"warm_up_timeout": SOON, **options}
-        made.append(Transport([memory.region], NixlOptions(ucx_tls=ucx_tls, **patient), staging=staging))
+        made.append(Transport(RankMemory([memory.region]), NixlOptions(ucx_tls=ucx_tls, **patient), staging=staging))
         return made[-1]
 
     yield make

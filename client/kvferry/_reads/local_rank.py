@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,19 +15,9 @@ from kvferry._transport.staging_pool import StagingOptions
 from kvferry._transport.transport import Transport
 from kvferry._wire.authority import agent_name, new_agent_key
 from kvferry.errors import Closed, InvalidField
-from kvferry.geometry.model import MemoryRegion, RankGeometry, check_rank, check_regions
+from kvferry.geometry.model import RankGeometry, check_rank, check_regions
 from kvferry.geometry.overlap import check_unshared
 from kvferry.geometry.tensors import Tensor, held, named_tensors
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OwnedMemory:
-    """The memory that a rank registers: regions that contain the rank's planes, and the tensors of those in device
-    memory. `keep` owns the memory, and is kept referenced as long as a write to it is possible."""
-
-    regions: tuple[MemoryRegion, ...]
-    tensors: Sequence[Tensor]
-    keep: object
 
 
 class LocalRank:
@@ -52,7 +41,7 @@ class LocalRank:
         self,
         spec: EngineSpec,
         rank: RankGeometry,
-        owned: OwnedMemory,
+        memory: RankMemory,
         *,
         binding: Any,
         options: NixlOptions,
@@ -62,27 +51,20 @@ class LocalRank:
     ) -> None:
         check_rank(spec.groups, rank)
         check_unshared(spec.groups, rank)
-        check_regions(rank, owned.regions)
+        check_regions(rank, memory.regions)
         if rank.rank >= spec.num_ranks:
             raise InvalidField("rank", rank.rank, f"below num_ranks {spec.num_ranks}")
         self.spec = spec
         self.rank = rank
-        self.regions = owned.regions
+        self.memory = memory
         self.closed = False
         self.agent_key = new_agent_key()
         self.agent: ServingAgent | None = None
-        self.memory = RankMemory(owned.tensors)
         if serve:
             name = agent_name(self.agent_key, spec.engine_id, rank.rank)
-            self.agent = ServingAgent(name, owned.regions, options, binding)
+            self.agent = ServingAgent(name, memory.regions, options, binding)
         self.transport = Transport(
-            owned.regions,
-            options,
-            reading=partial(ReadingAgent, binding=binding),
-            staging=staging,
-            memory=self.memory,
-            keep=owned.keep,
-            clock=clock,
+            memory, options, reading=partial(ReadingAgent, binding=binding), staging=staging, clock=clock
         )
 
     def check_open(self) -> None:
@@ -100,7 +82,7 @@ class LocalRank:
 
 def describe(
     engine: EngineSpec, rank: int, tensors: Mapping[str, Tensor] | None, declared: Declared
-) -> tuple[RankGeometry, OwnedMemory]:
+) -> tuple[RankGeometry, RankMemory]:
     """Return a rank's geometry and its memory, from the arguments of `Client.register_cache`; raises the same
     errors."""
     if tensors is not None:
@@ -108,8 +90,8 @@ def describe(
         tensors = {name: held(tensor) for name, tensor in named_tensors(tensors).items()}
     planes, regions = memory_of(engine, tensors, declared)
     labels = {} if declared.labels is None else declared.labels
-    owned = OwnedMemory(regions, tuple((tensors or {}).values()), keep=(tensors, _kept(declared.keep)))
-    return RankGeometry(rank, planes, labels), owned
+    memory = RankMemory(regions, tuple((tensors or {}).values()), keep=(tensors, _kept(declared.keep)))
+    return RankGeometry(rank, planes, labels), memory
 
 
 def _kept(keep: object) -> object:

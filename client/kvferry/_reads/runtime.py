@@ -274,7 +274,7 @@ def _registration(local: LocalRank, token: EngineToken) -> pb.RegisterCacheReque
         partial=spec.partial,
     )
     what = (
-        f"the registration of rank {rank.rank} with {len(rank.planes)} planes, {len(local.regions)} regions and "
+        f"the registration of rank {rank.rank} with {len(rank.planes)} planes, {len(local.memory.regions)} regions and "
         f"{registration.agent.ByteSize()} bytes of its agent"
     )
     check_size(what, registration, SENT_BYTES)

@@ -27,7 +27,6 @@ from kvferry._transport.reading_thread import ReadingThread
 from kvferry._transport.staging_pool import StagedWork, StagingOptions, StagingPool
 from kvferry._transport.transfer import Transfer, TransferState
 from kvferry.errors import Closed, InvalidField
-from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import MemoryKind
 from kvferry.planner.expansion import SourceDescriptors
 from kvferry.planner.footprint import AT_ONCE
@@ -53,9 +52,8 @@ be touched."""
 class Transport:
     """Reads into one destination rank's memory. Its agents are made by `reading` when needed, each with its thread.
 
-    Unmapping `regions` while a read is not quiet crashes the process. So the threads reference the transport, and it
-    `keep`, the owner of the regions, for as long as an agent may write to them. `memory` is that of the regions, used
-    to permute small pieces; None: host memory only. Deadlines are on `clock`, which is monotonic.
+    Unmapping `memory` while a read is not quiet crashes the process. So the threads reference the transport, and with
+    it the memory, for as long as an agent may write to it. Deadlines are on `clock`, which is monotonic.
 
     Attributes:
         places: the threads that get new work; None where no thread was needed so far.
@@ -64,22 +62,18 @@ class Transport:
 
     def __init__(
         self,
-        regions: Sequence[MemoryRegion],
+        memory: RankMemory,
         options: NixlOptions | None = None,
         *,
         reading: MakeReadingAgent = ReadingAgent,
         staging: StagingOptions | None = None,
-        memory: RankMemory | None = None,
-        keep: object = None,
         clock: Callable[[], float] = now,
     ) -> None:
-        self._regions = tuple(regions)
+        self._memory = memory
         self._options = options or NixlOptions()
         self._reading = reading
-        self._keep = keep
-        self._map = RegionMap("this rank", self._regions)
+        self._map = RegionMap("this rank", memory.regions)
         self._staging = staging or StagingOptions()
-        self._memory = memory or RankMemory()
         self._pools: dict[tuple[MemoryKind, int], StagingPool] = {}
         self._making_pool = threading.Lock()
         """Held while staging memory is made, which may wait for a device. Nothing else may wait for that: an engine's
@@ -128,7 +122,7 @@ class Transport:
         room = AT_ONCE
         local = self._map
         if spaces:
-            local = RegionMap("this rank", (*self._regions, *(space.region for space in spaces)))
+            local = RegionMap("this rank", (*self._map.regions, *(space.region for space in spaces)))
         for index, (peer, part) in enumerate(parts):
             info = infos.setdefault(peer.name, peer)
             if info is not peer and info != peer:
@@ -337,7 +331,7 @@ class Transport:
                     raise Closed("the transport was closed")
                 thread = ReadingThread(
                     f"kvferry/{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(6)}/reading",
-                    self._regions,
+                    self._memory.regions,
                     self._options,
                     self._clock,
                     may_retire=self._may_retire,
