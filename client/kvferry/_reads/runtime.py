@@ -27,7 +27,7 @@ from kvferry._reads.cache_reads import CacheReads
 from kvferry._reads.local_rank import LocalRank
 from kvferry._reads.meters import ReadMeter, ShareMeter
 from kvferry._reads.rank_reads import RankReads
-from kvferry._reads.source_engines import SourceEngine, SourceEngines, whole_engine
+from kvferry._reads.source_engines import SourceEngines
 from kvferry._threads import settle
 from kvferry._transport.calibration import measure
 from kvferry._transport.nixl_options import NixlOptions
@@ -37,7 +37,7 @@ from kvferry._wire.geometry_codec import agent_to_proto, group_to_proto, rank_to
 from kvferry._wire.reference import parse_source_reference
 from kvferry._wire.token import EngineToken, engine_ref
 from kvferry.errors import Closed, EngineUnknown, KvferryError, LimitReached
-from kvferry.geometry.model import AgentInfo, EngineGeometry, RankGeometry
+from kvferry.geometry.model import AgentInfo, RankGeometry
 from kvferry.planner.path_choice import Costs, PathRule
 from kvferry.v1 import kv_transfer_pb2 as pb
 
@@ -103,7 +103,6 @@ class RankRuntime:
         loop, memory, integrity, staging = client.loop, local.memory, client.integrity, client.staging
         self.loop = loop
         self._closed = False
-        self._whole: EngineGeometry | None = None
         self._registration = _registration(local, token)
         self._local = local
         self.transport = local.transport
@@ -114,9 +113,9 @@ class RankRuntime:
             device_memory=memory.devices,
         )
         costs = _MeasuredCosts(loop, rule, rank, self.transport, measured=staging.costs is None)
-        reader = engine_ref(token)
-        self._sources = SourceEngines(loop, spec, reader, rank.rank, self._geometry, rule, costs.rule_of, self._drop)
-        self.checksummer = Checksummer(loop, client.homes.home_of(token), spec, token, rank, memory, integrity)
+        reader, home, transport = engine_ref(token), client.homes.home_of(token), self.transport
+        self._sources = SourceEngines(loop, spec, reader, rank, home, rule, costs.rule_of, transport.retire)
+        self.checksummer = Checksummer(loop, home, spec, token, rank, memory, integrity)
         verifier = Verifier(loop, reader, memory, integrity) if integrity.share else None
         self.shares = RankReads(loop, self.transport, self._sources, memory, verifier, client.shares)
         self.holder = client.lease_holder(token, rank.rank)
@@ -199,19 +198,6 @@ class RankRuntime:
         with suppress(Closed):
             self.loop.run(self.holder.close(max(0.0, until - self.loop.now())))
         self.checksummer.close()
-
-    async def _geometry(self, deadline: float) -> EngineGeometry:
-        """Return the geometry of the whole engine, which is fetched once: it does not change within an incarnation."""
-        spec = self.spec
-        if spec.num_ranks == 1:
-            return EngineGeometry(spec.engine_id, spec.groups, (self.rank,), spec.identity, self.token.incarnation)
-        if self._whole is None:
-            self._whole = await whole_engine(self.homes.home_of(self.token), engine_ref(self.token), deadline)
-        return self._whole
-
-    def _drop(self, source: SourceEngine) -> None:
-        for agent in source.agents.values():
-            self.transport.retire(agent.name)
 
 
 class _MeasuredCosts:
