@@ -22,11 +22,10 @@ from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing
 from kvferry._integrity.summed_blocks import IntegrityOptions
 from kvferry._loop import Loop
-from kvferry._memory.declared import Declared
+from kvferry._memory.declared import Declared, describe
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._network import network_of
-from kvferry._reads.local_rank import LocalRank, describe
-from kvferry._reads.runtime import ClientRuntime, RankRuntime
+from kvferry._reads.runtime import ClientRuntime, LocalRank, RankRuntime
 from kvferry._session import EngineSession, home_session_of
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions

@@ -16,7 +16,7 @@ from kvferry._integrity.summed_blocks import Verification
 from kvferry._integrity.verifier import Arrived
 from kvferry._loop import Loop, Signal
 from kvferry._memory.tails import Tails
-from kvferry._reads.read_times import ShareWork
+from kvferry._reads.leased_read import ShareWork
 from kvferry._reads.source_engines import SourceEngine, SourceKey
 from kvferry._tracing import NO_SPAN, Span
 from kvferry._transport.transport import Transfer

@@ -1,9 +1,10 @@
-"""The parts behind the public objects: `ClientRuntime` behind a `Client`, `RankRuntime` behind a `Cache`. Only this
-module makes them and connects them."""
+"""The parts behind the public objects: `ClientRuntime` behind a `Client`, `RankRuntime` behind a `Cache`, and, of the
+latter, `LocalRank`, which needs no session of the rank's engine. Only this module makes them and connects them."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -18,26 +19,30 @@ from kvferry._control.reader_lease import Confirm
 from kvferry._control.renewals import Renewals
 from kvferry._control.retrying import retrying
 from kvferry._control.right_prompt import PromptCheck
+from kvferry._engine_spec import EngineSpec
 from kvferry._integrity.checksum_publisher import Checksummer
 from kvferry._integrity.summed_blocks import IntegrityOptions
 from kvferry._integrity.verifier import Verifier
 from kvferry._logs import Log
 from kvferry._loop import Loop
+from kvferry._memory.rank_memory import RankMemory
 from kvferry._reads.cache_reads import CacheReads
-from kvferry._reads.local_rank import LocalRank
 from kvferry._reads.meters import ReadMeter, ShareMeter
 from kvferry._reads.rank_reads import RankReads
 from kvferry._reads.source_engines import SourceEngines
 from kvferry._threads import settle
 from kvferry._transport.calibration import measure
+from kvferry._transport.nixl_agent import ReadingAgent, ServingAgent
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._transport.transport import Transport
+from kvferry._wire.authority import agent_name, new_agent_key
 from kvferry._wire.geometry_codec import agent_to_proto, group_to_proto, rank_to_proto
 from kvferry._wire.reference import parse_source_reference
 from kvferry._wire.token import EngineToken, engine_ref
-from kvferry.errors import Closed, EngineUnknown, KvferryError, LimitReached
-from kvferry.geometry.model import AgentInfo, RankGeometry
+from kvferry.errors import Closed, EngineUnknown, InvalidField, KvferryError, LimitReached
+from kvferry.geometry.model import AgentInfo, RankGeometry, check_rank, check_regions
+from kvferry.geometry.overlap import check_unshared
 from kvferry.planner.path_choice import Costs, PathRule
 from kvferry.v1 import kv_transfer_pb2 as pb
 
@@ -82,6 +87,66 @@ class ClientRuntime:
             # Sums are read under a lease.
             optimistic=self.optimistic and not self.integrity.share,
         )
+
+
+class LocalRank:
+    """The memory of one rank, registered with NIXL, and its agents. Makes no RPC and needs no token.
+
+    Making it takes up to seconds: NIXL is loaded, and devices map or pin the memory.
+
+    Threading: every method may be called from any thread; `close` waits.
+
+    Attributes:
+        agent: the serving agent; None: other ranks cannot read the memory.
+        agent_key: the key that the serving agent is named after. Secret.
+
+    Raises:
+        BadGeometry: the planes contradict the engine's groups, lie over each other, or lie outside the regions.
+        InvalidField: the engine has no such rank; or see `ServingAgent`.
+        NixlError, NixlMissing: see `ServingAgent`.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        rank: RankGeometry,
+        memory: RankMemory,
+        *,
+        binding: Any,
+        options: NixlOptions,
+        staging: StagingOptions,
+        serve: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        check_rank(spec.groups, rank)
+        check_unshared(spec.groups, rank)
+        check_regions(rank, memory.regions)
+        if rank.rank >= spec.num_ranks:
+            raise InvalidField("rank", rank.rank, f"below num_ranks {spec.num_ranks}")
+        self.spec = spec
+        self.rank = rank
+        self.memory = memory
+        self.closed = False
+        self.agent_key = new_agent_key()
+        self.agent: ServingAgent | None = None
+        if serve:
+            name = agent_name(self.agent_key, spec.engine_id, rank.rank)
+            self.agent = ServingAgent(name, memory.regions, options, binding)
+        self.transport = Transport(
+            memory, options, reading=partial(ReadingAgent, binding=binding), staging=staging, clock=clock
+        )
+
+    def check_open(self) -> None:
+        """Raise `Closed` if the memory was closed: its agents cannot be announced."""
+        if self.closed:
+            raise Closed(f"the memory of rank {self.rank.rank} of engine {self.spec.engine_id!r} was closed")
+
+    def close(self, timeout: float) -> None:
+        """End the agents; waits at most `timeout` seconds until all reads are quiet. Idempotent."""
+        self.closed = True
+        self.transport.close(timeout)
+        if self.agent is not None:
+            self.agent.close()
 
 
 class RankRuntime:

@@ -15,11 +15,11 @@ from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing
-from kvferry._memory.declared import Declared
+from kvferry._memory.declared import Declared, describe
 from kvferry._memory.tails import Tails
 from kvferry._news import News
-from kvferry._reads.local_rank import LocalRank, describe
 from kvferry._reads.rank_read import RankOrder, RankRead, Wanted
+from kvferry._reads.runtime import LocalRank
 from kvferry._wire.token import EngineToken
 from kvferry.engine.step_order import StepOrders
 from kvferry.engine.values import Grant, GrantStep, Offer, RankEnd, WorkerOutput
