@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry._memory.access import HostAccess
 from kvferry._memory.device import DeviceAccess
-from kvferry._memory.host import HostAccess
 from kvferry._memory.rank_memory import RankMemory
 from kvferry.errors import InvalidField
 from kvferry.geometry import Interval, MemoryKind, Plane

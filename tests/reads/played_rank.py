@@ -147,8 +147,8 @@ class PlayedRank:
             assert self.changed.wait_for(condition, 30)
 
     def peer(self) -> SourceEngine:
-        rank, source = SimpleNamespace(planes=PLANES), SimpleNamespace(groups=(GROUP,))
-        plan = SimpleNamespace(in_parts=self.in_parts, groups=(GROUP,), source=source, rank=rank)
+        rank, named = SimpleNamespace(planes=PLANES), {GROUP.name: GROUP}
+        plan = SimpleNamespace(in_parts=self.in_parts, groups=(GROUP,), groups_by_name=(named, named), rank=rank)
         return cast(SourceEngine, SimpleNamespace(plan_of=lambda layers: plan, agents={1: AGENT}))
 
     def answer(self, reference: str, answer: Exception | None = None) -> None:

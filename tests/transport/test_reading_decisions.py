@@ -17,8 +17,7 @@ from typing import cast
 import pytest
 
 from kvferry._clock import now
-from kvferry._memory.access import StagingSpace
-from kvferry._memory.host import HostAccess
+from kvferry._memory.access import HostAccess, StagingSpace
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._transport.nixl_agent import MakeReadingAgent, NixlError
 from kvferry._transport.nixl_options import NixlOptions

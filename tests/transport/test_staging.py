@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from kvferry._clock import now
-from kvferry._memory.access import StagingSpace
-from kvferry._memory.host import HostAccess
+from kvferry._memory.access import HostAccess, StagingSpace
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._transport import calibration
 from kvferry._transport.calibration import measure

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from kvferry._clock import now
-from kvferry._memory.access import StillCopying
-from kvferry._memory.host import HostAccess
+from kvferry._memory.access import HostAccess, StillCopying
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.peer_work import Chunk
 from kvferry._transport.staging_pool import SLOTS_AT_ONCE, StagedWork, StagingOptions, StagingPool

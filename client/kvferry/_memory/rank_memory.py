@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvferry._memory.access import MemoryAccess
+from kvferry._memory.access import HostAccess, MemoryAccess
 from kvferry._memory.device import DeviceAccess
-from kvferry._memory.host import HostAccess
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import MemoryKind, Plane
 from kvferry.geometry.tensors import view_of

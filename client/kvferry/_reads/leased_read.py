@@ -6,7 +6,7 @@ import asyncio
 import enum
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvferry._control.acquisition import Acquired, AcquireRequest
@@ -193,27 +193,49 @@ class LeasedRead:
         """Ranks that have not reported the end of their share."""
         return tuple(sorted(self.ranks - set(self.ends)))
 
+    def expired(self, problem: str) -> TransferExpired:
+        return TransferExpired(f"read {self.read_id}: {problem}", read_id=self.read_id)
 
-def expired(read: LeasedRead, problem: str) -> TransferExpired:
-    """Make the error of a read whose bytes do not count."""
-    return TransferExpired(f"read {read.read_id}: {problem}", read_id=read.read_id)
+    def uncovered(self, why: str) -> TransferExpired:
+        """Make the error of a read whose blocks may have been released: only the home can know."""
+        return self.expired(f"its bytes do not count: {why}")
 
+    def set_quiet(self) -> None:
+        """Set `quiet` of the read's error to that of the read."""
+        if isinstance(self.error, TransferError):
+            self.error.quiet = not self.not_quiet
 
-def uncovered(read: LeasedRead, why: str) -> TransferExpired:
-    """Make the error of a read whose blocks may have been released: only the home can know."""
-    return expired(read, f"its bytes do not count: {why}")
+    def reports(self) -> list[pb.RankReport]:
+        """Make the reports of the shares, of which each has ended with an error of its own, or with that of the read.
 
+        If the read failed although no share did, for example at its deadline or at the end of its lease, its successful
+        and its cancelled shares are reported with the error of the read: the source then keeps the blocks for another
+        reader, and its home has the reason.
+        """
+        error = None if any(end.error is self.error for end in self.ends.values()) else self.error
+        return [_report(rank, end, error) for rank, end in sorted(self.ends.items())]
 
-def reports_of(error: KvferryError | None, ends: Mapping[int, ShareEnd]) -> list[pb.RankReport]:
-    """Make the reports of a read's shares, of which each has ended with an error of its own, or with that of the read.
-
-    If the read failed although no share did, for example at its deadline or at the end of its lease, its successful and
-    its cancelled shares are reported with the error of the read: the source then keeps the blocks for another reader,
-    and its home has the reason.
-    """
-    if any(end.error is error for end in ends.values()):
-        error = None
-    return [_report(rank, end, error) for rank, end in sorted(ends.items())]
+    def log_end(self, how: str) -> None:
+        """Log the end of the read under the names that its home and its source use as well."""
+        ordinary = self.error is None or isinstance(self.error, (TransferCancelled, PrefixMiss))
+        level = logging.DEBUG if ordinary else logging.INFO
+        if isinstance(self.error, PromptMismatch):
+            level = logging.ERROR
+        if not logger.isEnabledFor(level):
+            return
+        reference, acquired = self.request.reference, self.acquired
+        logger.log(
+            level,
+            "read %r %s: request_id=%r publication=%d engine_id=%r bytes=%d confirmed=%s %s",
+            self.read_id,
+            how,
+            reference.request_id if acquired is None else acquired.request_id,
+            reference.publication,
+            reference.engine_id,
+            self.bytes,
+            self.confirmed,
+            "done" if self.error is None else f"{type(self.error).__name__}: {self.error}",
+        )
 
 
 def _report(rank: int, end: ShareEnd, of_read: KvferryError | None) -> pb.RankReport:
@@ -225,35 +247,6 @@ def _report(rank: int, end: ShareEnd, of_read: KvferryError | None) -> pb.RankRe
         outcome = pb.RANK_OUTCOME_CANCELLED
     reason = reason_number("" if error is None else error.reason)
     return pb.RankReport(rank=rank, outcome=outcome, bytes=end.bytes, reason=reason)
-
-
-def log_end(read: LeasedRead, how: str) -> None:
-    """Log the end of a read under the names that its home and its source use as well."""
-    ordinary = read.error is None or isinstance(read.error, (TransferCancelled, PrefixMiss))
-    level = logging.DEBUG if ordinary else logging.INFO
-    if isinstance(read.error, PromptMismatch):
-        level = logging.ERROR
-    if not logger.isEnabledFor(level):
-        return
-    reference, acquired = read.request.reference, read.acquired
-    logger.log(
-        level,
-        "read %r %s: request_id=%r publication=%d engine_id=%r bytes=%d confirmed=%s %s",
-        read.read_id,
-        how,
-        reference.request_id if acquired is None else acquired.request_id,
-        reference.publication,
-        reference.engine_id,
-        read.bytes,
-        read.confirmed,
-        "done" if read.error is None else f"{type(read.error).__name__}: {read.error}",
-    )
-
-
-def set_quiet(read: LeasedRead) -> None:
-    """Set `quiet` of the read's error to that of the read."""
-    if isinstance(read.error, TransferError):
-        read.error.quiet = not read.not_quiet
 
 
 def _between(begin: float, end: float) -> float:

@@ -229,9 +229,8 @@ class RankReads(OneProcess):
         if parts is None:
             return
         plan = engine.plan_of(order.wanted.layers)
-        sources = {group.name: group for group in plan.source.groups}
+        sources, groups = plan.groups_by_name
         moved = needed(plan.groups, sources, parts.granted, order.wanted.blocks, order.wanted.tokens)
-        groups = {group.name: group for group in plan.groups}
         cleared: Future[bool] = Future()
 
         def clear() -> None:

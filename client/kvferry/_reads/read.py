@@ -161,16 +161,6 @@ class OwnRead(LeasedRead):
         self.ended.set_running_or_notify_cancel()
 
     @property
-    def state(self) -> ReadState:
-        if self.ended.done():
-            error = self.ended.exception()
-            if error is None:
-                return ReadState.DONE
-            return ReadState.CANCELLED if isinstance(error, TransferCancelled) else ReadState.FAILED
-        share = self.share
-        return ReadState.WAITING if share is None or share.transfer is None else ReadState.READING
-
-    @property
     def over(self) -> bool:
         """Whether the read has ended. Each read asks this of others: `Future.done` takes a lock."""
         return self.stage is ReadStage.ENDED or self.stage is ReadStage.REFUSED
@@ -201,7 +191,13 @@ class Read(OneProcess):
     @property
     def state(self) -> ReadState:
         """The state of the read."""
-        return self._read.state
+        share, ended = self._read.share, self._read.ended
+        if ended.done():
+            error = ended.exception()
+            if error is None:
+                return ReadState.DONE
+            return ReadState.CANCELLED if isinstance(error, TransferCancelled) else ReadState.FAILED
+        return ReadState.WAITING if share is None or share.transfer is None else ReadState.READING
 
     def done(self) -> bool:
         """Return whether the read has ended, with or without an error."""

@@ -266,7 +266,7 @@ class _Arrival:
         # Only the permutation writes to the destination's blocks, so they are quiet up to here.
         if complete and self._transfer.begin():
             try:
-                self._pool.space.copy(self._batch.copies(self._slot))
+                self._pool.space.memory.copy(self._batch.copies(self._slot))
             except Exception as error:
                 # An error of numpy or of the device: the batch did not reach its blocks.
                 self._transfer.fail(as_kvferry_error(error, f"transfer {self._transfer.label!r}: the permutation"))

@@ -110,13 +110,11 @@ class Transfer:
             self._told.append(error)
             self._quiesce()
 
-    def extend(self, deadline: float) -> bool:
-        """Move the deadline, because the lease was renewed. It only moves forward, and a passed deadline stays passed.
-        Returns whether bytes still count."""
+    def extend(self, deadline: float) -> None:
+        """Move the deadline forward, because the lease was renewed. A passed deadline stays passed."""
         with self._changed:
             if self.deadline is not None and not self.state.final and self._clock() < self.deadline:
                 self.deadline = max(self.deadline, deadline)
-            return not self.state.final and (self.deadline is None or self._clock() < self.deadline)
 
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
         """Call `callback(transfer)` when the transfer has ended."""
