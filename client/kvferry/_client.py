@@ -406,17 +406,7 @@ def register_memory(
     """Do the part of `Client.register_cache` that needs no token: register a rank's memory with NIXL, on the calling
     thread. Makes no RPC."""
     client._check_open()
-    runtime = client._runtime
-    local = LocalRank(
-        engine,
-        rank,
-        memory,
-        binding=runtime.binding,
-        options=runtime.options,
-        staging=runtime.staging,
-        serve=serve,
-        clock=runtime.loop.now,
-    )
+    local = LocalRank(client._runtime, engine, rank, memory, serve=serve)
     client._keep(lambda: client._locals.append(local), lambda: local.close(0.0))
     return local
 

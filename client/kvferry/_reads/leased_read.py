@@ -175,7 +175,6 @@ class LeasedRead:
 
     @property
     def read_id(self) -> str:
-        """The name that the read's ranks share."""
         return self.request.read_id
 
     @property

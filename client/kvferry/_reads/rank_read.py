@@ -153,7 +153,6 @@ class RankRead:
 
     @property
     def work(self) -> ShareWork:
-        """The work of the share so far."""
         compared = self.verification or Verification(0, 0)
         return ShareWork(
             **self._seconds,
@@ -177,7 +176,6 @@ class RankRead:
         self._phase, self._since = phase, at
 
     def count(self, expansion: Expansion) -> None:
-        """Add an expansion to the work."""
         self._pieces += expansion.pieces
         self._descriptors += expansion.descriptors
         for source in expansion.sources:
@@ -194,7 +192,6 @@ class RankRead:
         return self.quiet
 
     def extend(self) -> None:
-        """Extend the deadline of the transfer after a renewal of the lease."""
         transfer = self.transfer
         if transfer is not None:
             transfer.extend(self.order.lease.deadline)

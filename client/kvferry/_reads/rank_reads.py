@@ -187,7 +187,6 @@ class RankReads(OneProcess):
             await self._clear_tails(share, engine)
 
     async def _move(self, share: RankRead, engine: SourceEngine) -> None:
-        """Move the blocks that were received so far."""
         order = share.order
         share.set_phase("plan")
         async with self._turn:

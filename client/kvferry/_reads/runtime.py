@@ -4,7 +4,6 @@ latter, `LocalRank`, which needs no session of the rank's engine. Only this modu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -107,16 +106,7 @@ class LocalRank:
     """
 
     def __init__(
-        self,
-        spec: EngineSpec,
-        rank: RankGeometry,
-        memory: RankMemory,
-        *,
-        binding: Any,
-        options: NixlOptions,
-        staging: StagingOptions,
-        serve: bool,
-        clock: Callable[[], float],
+        self, client: ClientRuntime, spec: EngineSpec, rank: RankGeometry, memory: RankMemory, *, serve: bool
     ) -> None:
         check_rank(spec.groups, rank)
         check_unshared(spec.groups, rank)
@@ -131,9 +121,10 @@ class LocalRank:
         self.agent: ServingAgent | None = None
         if serve:
             name = agent_name(self.agent_key, spec.engine_id, rank.rank)
-            self.agent = ServingAgent(name, memory.regions, options, binding)
+            self.agent = ServingAgent(name, memory.regions, client.options, client.binding)
+        reading = partial(ReadingAgent, binding=client.binding)
         self.transport = Transport(
-            memory, options, reading=partial(ReadingAgent, binding=binding), staging=staging, clock=clock
+            memory, client.options, reading=reading, staging=client.staging, clock=client.loop.now
         )
 
     def check_open(self) -> None:

@@ -65,7 +65,6 @@ class SourceEngine:
     plan: ReadPlan
 
     def plan_of(self, layers: frozenset[str] | None) -> ReadPlan:
-        """Return the plan, or its part for these layers."""
         return self.plan if layers is None else self.plan.of_layers(layers)
 
 

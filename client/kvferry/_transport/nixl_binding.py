@@ -142,7 +142,6 @@ def register(nixl: Any, agent: Any, backend: Any, regions: Sequence[MemoryRegion
 
 
 def memory_type(nixl: Any, kind: MemoryKind) -> Any:
-    """NIXL's name for a memory kind."""
     return nixl.VRAM_SEG if kind is MemoryKind.VRAM else nixl.DRAM_SEG
 
 

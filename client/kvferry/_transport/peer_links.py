@@ -112,7 +112,6 @@ class PeerLinks:
         return unposted
 
     def take_blocked(self) -> list[PeerWork]:
-        """Take out the work that waits for staging slots."""
         blocked: list[PeerWork] = []
         for link in self:
             mine = [work for work in link.queued if work.blocked]
@@ -122,7 +121,6 @@ class PeerLinks:
         return blocked
 
     def fail_all(self, error: KvferryError) -> None:
-        """Fail all work: the agent cannot go on."""
         for link in self:
             link.fail_all(error)
 

@@ -140,7 +140,6 @@ class StagingPool:
             return self._free.pop() if self._free and not self._waiting else None
 
     def pair(self, batch: Batch) -> MemoryPair:
-        """The address spaces of a batch's descriptors."""
         memory, region = batch.read.lane.memory, self.space.region
         return MemoryPair(memory.source_kind, memory.source_device, region.memory_kind, region.device)
 

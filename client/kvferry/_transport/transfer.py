@@ -36,7 +36,6 @@ class TransferState(enum.Enum):
 
     @property
     def final(self) -> bool:
-        """Whether the state never changes again."""
         return self not in (TransferState.PENDING, TransferState.MOVING)
 
 

@@ -13,6 +13,7 @@ import socket
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeAlias
 
 from kvferry._clock import now
@@ -329,15 +330,15 @@ class Transport:
             if thread is None or not thread.accepting:
                 if self._closed:
                     raise Closed("the transport was closed")
+                name = f"kvferry/{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(6)}/reading"
                 thread = ReadingThread(
-                    f"kvferry/{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(6)}/reading",
-                    self._memory.regions,
+                    name,
                     self._options,
                     self._clock,
                     may_retire=self._may_retire,
                     moved_on=self._submit,
                     gone=self._gone,
-                    reading=self._reading,
+                    make=partial(self._reading, name, self._memory.regions, self._options),
                 )
                 self.places[place] = thread
                 self.living.add(thread)
