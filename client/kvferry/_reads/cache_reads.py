@@ -104,10 +104,8 @@ class CacheReads(LeasedReads[OwnRead]):
                 read.share.wait_quiet(max(0.0, until - self._loop.now()))
         self._callbacks.close(max(0.0, until - self._loop.now()))
 
-    def on_granted(self, read: OwnRead) -> None:
-        acquired, wanted = read.acquired, read.wanted
-        if acquired is None:
-            return
+    def on_granted(self, read: OwnRead, acquired: Acquired) -> None:
+        wanted = read.wanted
         if self.takes(read, taken_end(acquired.part.blocks, wanted.blocks, wanted.tokens)) is not None:
             return
         self.begin(read)

@@ -76,7 +76,7 @@ class LeasedReads(Generic[SomeRead]):
 
     # Methods of subclasses.
 
-    def on_granted(self, read: SomeRead) -> None:
+    def on_granted(self, read: SomeRead, acquired: Acquired) -> None:
         """Called when a read is GRANTED."""
 
     def on_more(self, read: SomeRead, more: GrantedPart) -> None:
@@ -205,7 +205,7 @@ class LeasedReads(Generic[SomeRead]):
 
     def cancel_lead(self, read: SomeRead) -> None:
         """End the coroutine of a read, which gives the lease back."""
-        self._loop.call(partial(_cancel, read))
+        self._loop.call(lambda: read.lead is not None and read.lead.cancel())
 
     async def wait_ended(self, timeout: float) -> None:
         """Wait until the coroutines of all reads have ended, and with them their leases."""
@@ -471,7 +471,7 @@ class LeasedReads(Generic[SomeRead]):
         read.complete, read.told = acquired.part.complete, acquired.part.told
         read.acquiring.end(request_id=acquired.request_id)
         read.stamps.accepted, read.stamps.granted = acquired.accepted_at, self._loop.now()
-        self.on_granted(read)
+        self.on_granted(read, acquired)
 
     def _check_time(self, read: SomeRead, time: float) -> None:
         if read.lease.source_lost and read.silent:
@@ -544,11 +544,6 @@ class LeasedReads(Generic[SomeRead]):
         if read.stage is ReadStage.ENDED and not read.not_quiet:
             read.set_quiet()
             self.on_quiesced(read)
-
-
-def _cancel(read: LeasedRead) -> None:
-    if read.lead is not None:
-        read.lead.cancel()
 
 
 def _verdict_name(verdict: pb.Verdict.ValueType) -> str:
