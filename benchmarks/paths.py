@@ -26,6 +26,7 @@ from kvferry import (
     Plane,
 )
 from kvferry._clock import now
+from kvferry._memory.rank_memory import RankMemory
 from kvferry._transport.calibration import measure
 from kvferry._transport.nixl_agent import AgentInfo, ServingAgent
 from kvferry._transport.transport import TransferPart, Transport
@@ -190,7 +191,7 @@ def measured(name: str, title: str, ucx_tls: str, effort: Effort) -> Topic:
     """Every run length over one UCX transport; empty: UCX's choice."""
     memory = Pieces()
     measures: list[Measure] = []
-    transport = Transport([memory.region], NixlOptions(ucx_tls=ucx_tls), keep=memory)
+    transport = Transport(RankMemory([memory.region], keep=memory), NixlOptions(ucx_tls=ucx_tls))
     with source(ucx_tls) as info:
         pool = transport.pool(MemoryKind.DRAM, 0)
         costs = measure(transport, info, pool, now() + 10) or Costs()

@@ -22,10 +22,10 @@ from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing
 from kvferry._integrity.summed_blocks import IntegrityOptions
 from kvferry._loop import Loop
-from kvferry._memory.declared import Declared
+from kvferry._memory.declared import Declared, describe
+from kvferry._memory.rank_memory import RankMemory
 from kvferry._network import network_of
-from kvferry._reads.local_rank import LocalRank, OwnedMemory, describe
-from kvferry._reads.runtime import ClientRuntime, RankRuntime
+from kvferry._reads.runtime import ClientRuntime, LocalRank, RankRuntime
 from kvferry._session import EngineSession, home_session_of
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
@@ -395,22 +395,12 @@ def client_runtime_of(client: Client) -> ClientRuntime:
 
 
 def register_memory(
-    client: Client, engine: EngineSpec, rank: RankGeometry, owned: OwnedMemory, *, serve: bool
+    client: Client, engine: EngineSpec, rank: RankGeometry, memory: RankMemory, *, serve: bool
 ) -> LocalRank:
     """Do the part of `Client.register_cache` that needs no token: register a rank's memory with NIXL, on the calling
     thread. Makes no RPC."""
     client._check_open()
-    runtime = client._runtime
-    local = LocalRank(
-        engine,
-        rank,
-        owned,
-        binding=runtime.binding,
-        options=runtime.options,
-        staging=runtime.staging,
-        serve=serve,
-        clock=runtime.loop.now,
-    )
+    local = LocalRank(client._runtime, engine, rank, memory, serve=serve)
     client._keep(lambda: client._locals.append(local), lambda: local.close(0.0))
     return local
 

@@ -16,8 +16,7 @@ import pytest
 from kvferry import Blocks, Client, EngineSpec, Group, NixlOptions
 from kvferry._control.block_use import BlockUse
 from kvferry._control.publish import Publish, PublishMore
-from kvferry._memory.access import StillCopying
-from kvferry._memory.host import HostAccess
+from kvferry._memory.access import HostAccess, StillCopying
 from kvferry._session import home_session_of
 from kvferry.engine import ReadEnd, SchedulerPort, Tails, WorkerPort
 from kvferry.errors import BadBlock, BlocksShort, InvalidField, TransferFailed, TransferStuck

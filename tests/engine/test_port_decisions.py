@@ -22,7 +22,7 @@ from kvferry._control.connection import Control
 from kvferry._control.publications import Publication
 from kvferry._control.publish import Publish, PublishMore
 from kvferry._loop import Loop
-from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
+from kvferry._reads.rank_read import RankOrder, RankRead
 from kvferry._transport.transfer import Transfer
 from kvferry.engine import SchedulerPort, SchedulerStats, Tails, WorkerPort, worker
 from kvferry.engine.values import Grant, Offer, RankEnd, WorkerOutput
@@ -115,7 +115,7 @@ class World:
     def end(self, read_id: str, error: KvferryError | None = None, *, quiet: bool = True) -> RankRead:
         """A share of 10 bytes, of which all or some have arrived."""
         read = self.read(read_id)
-        transfer = Transfer(read_id, 10, 1, None, now, lambda: None)
+        transfer = Transfer(read_id, 10, None, now, lambda: None)
         if not quiet:
             transfer.begin()
         if error is None:
@@ -223,7 +223,7 @@ def test_a_share_reads_granted_blocks_into_attached_blocks(world: World) -> None
     first, second = world.below.started
     assert (first.read_id, first.request_id, first.home) == ("one", "request one", HOME)
     assert (first.engine_id, first.incarnation, first.publication) == ("prefill", b"i" * 16, 7)
-    assert (first.reference, first.lease, first.wanted.tails) == ("reference", SchedulersLease(b"l" * 16), Tails.ZERO)
+    assert (first.reference, first.lease.lease_id, first.wanted.tails) == ("reference", b"l" * 16, Tails.ZERO)
     assert before + 60.0 <= first.deadline <= after + 60.0
     assert [blocks["full"].ids.tolist() for blocks in (first.granted.blocks, first.wanted.blocks)] == [[3, 4], [20, 7]]
     assert (first.wanted.tokens, second.wanted.tokens, second.wanted.tails) == ((16, 32), (0, 8), Tails.KEEP)

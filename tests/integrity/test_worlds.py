@@ -15,8 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry._integrity.summed_blocks import held_blocks, source_blocks
-from kvferry._memory.access import MemoryAccess
-from kvferry._memory.host import HostAccess
+from kvferry._memory.access import HostAccess, MemoryAccess
 from kvferry.geometry import Blocks, EngineGeometry, Group, GroupKind, Plane
 from kvferry.geometry.tensors import planes_of
 from kvferry.planner import ReadPlan, plan_read
@@ -233,7 +232,7 @@ def test_sampled_sums_are_some_of_all(world: World, share: float) -> None:
 
 def test_sums_cover_blocks_beyond_one_batch_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry._integrity.summed_blocks.STATES_AT_ONCE", 1)
-    monkeypatch.setattr("kvferry._memory.host.BYTES_AT_ONCE", 1)
+    monkeypatch.setattr("kvferry._memory.access.BYTES_AT_ONCE", 1)
     test_reader_computes_the_sums_of_the_source()
 
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry._memory.access import HostAccess
 from kvferry._memory.device import DeviceAccess
-from kvferry._memory.host import HostAccess
 from kvferry._memory.rank_memory import RankMemory
 from kvferry.errors import InvalidField
 from kvferry.geometry import Interval, MemoryKind, Plane
@@ -116,7 +116,7 @@ def test_a_storage_off_the_boundaries_of_words_is_copied_to_byte_by_byte() -> No
 
 
 def test_a_rank_without_tensors_on_a_device_has_no_memory_there() -> None:
-    memory = RankMemory([torch.zeros(16), np.zeros(16)])
+    memory = RankMemory(tensors=[torch.zeros(16), np.zeros(16)])
     assert memory.devices == frozenset()
     assert memory.at(MemoryKind.VRAM, 0) is None
     assert memory.at(MemoryKind.DRAM, 0) is memory.at(MemoryKind.DRAM, 1) is not None

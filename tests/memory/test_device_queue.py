@@ -172,9 +172,9 @@ def test_indices_that_a_device_may_still_copy_are_not_overwritten(played: Torch)
 def test_a_device_without_room_for_staging_fails_one_read_only(
     played: Torch, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = RankMemory()
+    memory = RankMemory([MemoryRegion(MemoryKind.VRAM, 0, 1 << 30, SLOT)])
     memory._devices = {0: access(played)}
-    transport = Transport([MemoryRegion(MemoryKind.VRAM, 0, 1 << 30, SLOT)], memory=memory)
+    transport = Transport(memory)
     played.room = 0
     with pytest.raises(TransferFailed, match=r"has no memory left: CUDA out of memory\. Tried to allocate") as raised:
         transport.pool(MemoryKind.VRAM, 0)
@@ -193,9 +193,9 @@ def test_staging_memory_that_does_not_stay_mapped_leaves_costs_unmeasured(
     def refuse(_: object) -> None:
         raise InvalidField("regions", "in an expandable segment", "memory that stays mapped")
 
-    memory = RankMemory()
+    memory = RankMemory([MemoryRegion(MemoryKind.VRAM, 0, 1 << 30, SLOT)])
     memory._devices = {0: access(played)}
-    transport = Transport([MemoryRegion(MemoryKind.VRAM, 0, 1 << 30, SLOT)], memory=memory)
+    transport = Transport(memory)
     monkeypatch.setattr("kvferry._memory.device.check_stable", refuse)
     plane = replace(worlds.plane(1 << 30, heads_first=True), memory_kind=MemoryKind.VRAM)
     loop = Loop()
@@ -223,7 +223,7 @@ def test_a_device_that_runs_out_of_memory_while_it_permutes_fails_one_read_quiet
         world = worlds.planned(source, destination, Path.STAGED)
         expansion = world.expand({"full": Blocks([1])}, {"full": Blocks([2])})
         (planned,) = expansion.sources
-        transfer = Transfer("t", expansion.total_bytes, 1, None, lambda: 0.0, lambda: None)
+        transfer = Transfer("t", expansion.total_bytes, None, lambda: 0.0, lambda: None)
         chunk = StagedWork(transfer, info, planned.staged, pool, 0.0, planned.footprint).next(NixlOptions())
         assert chunk is not None
         assert chunk.owner.begin()

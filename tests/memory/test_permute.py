@@ -14,8 +14,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvferry._memory.access import HostAccess
 from kvferry._memory.device import DeviceAccess
-from kvferry._memory.host import HostAccess
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagedWork, StagingPool
@@ -96,7 +96,7 @@ def test_cells_are_permuted_to_their_positions(library: str, drawn: tuple[int, i
         copy.destination._replace(address=memory.data_ptr() + own_offset),
         copy.ids,
     )
-    space.copy([placed])
+    space.memory.copy([placed])
     assert np.array_equal(memory.numpy(), expected)
 
 
@@ -119,7 +119,7 @@ def test_a_source_block_given_twice_is_read_twice_through_staging_memory() -> No
     for batch in read.staged[0].batches(SIZE):
         for theirs, mine, length in copies_of(batch.descriptors(space.region.base, read.staged[0].lane.memory)):
             ctypes.memmove(mine, theirs, length)
-        space.copy(batch.copies(space.region.base))
+        space.memory.copy(batch.copies(space.region.base))
     expected = source[ids].reshape(3, 8, 2, 4).swapaxes(1, 2)
     assert np.array_equal(destination[[2, 0, 1]], expected)
 
@@ -141,7 +141,7 @@ def test_memory_of_no_tensor_is_refused() -> None:
     places, ids = np.zeros(1, np.int64), np.zeros(1, np.int64)
     copy = copy_of(space.region.base, 64, places, elsewhere.ctypes.data, 64, ids, (), 64)
     with pytest.raises(InvalidField, match="a tensor on cpu"):
-        space.copy([copy])
+        space.memory.copy([copy])
 
 
 class Device:
@@ -233,7 +233,7 @@ def test_a_device_that_cannot_be_waited_for_leaves_the_transfer_unquiet_and_the_
     source, destination = (worlds.plane(base, heads_first=first) for base, first in ((1 << 36, False), (1 << 40, True)))
     expansion = worlds.planned(source, destination, Path.STAGED).expand({"full": Blocks([1])}, {"full": Blocks([2])})
     (read,) = expansion.sources
-    transfer = Transfer("t", expansion.total_bytes, 1, None, lambda: 0.0, lambda: None)
+    transfer = Transfer("t", expansion.total_bytes, None, lambda: 0.0, lambda: None)
     info = AgentInfo("source", b"", b"", ())
     chunk = StagedWork(transfer, info, read.staged, pool, 0.0, read.footprint).next(NixlOptions())
     assert chunk is not None

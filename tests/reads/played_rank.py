@@ -11,11 +11,12 @@ from typing import cast
 from kvferry._clock import now
 from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedPart
+from kvferry._control.reader_lease import ReaderLease
 from kvferry._integrity.verifier import Arrived, Verifier
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._memory.tails import Tails
 from kvferry._reads.meters import ShareMeter
-from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease, Wanted
+from kvferry._reads.rank_read import RankOrder, RankRead, Wanted
 from kvferry._reads.rank_reads import RankReads
 from kvferry._reads.source_engines import SourceEngine, SourceEngines
 from kvferry._transport.nixl_agent import AgentInfo
@@ -28,7 +29,7 @@ from kvferry.planner.expansion import SourceDescriptors
 from tests.support.loops import PlayedLoop
 
 LONG = 600.0
-LEASE = SchedulersLease(b"l" * 16)
+LEASE = ReaderLease.without_end(b"l" * 16)
 SOURCE = ("home:1", "prefill", b"i" * 16)
 AGENT = AgentInfo("prefill/1", b"", b"", ())
 GROUP = Group("full", block_tokens=16, num_blocks=8)
@@ -118,7 +119,7 @@ class PlayedRank:
 
     def transfer(self, parts: Sequence[TransferPart], *, deadline: float | None, label: str) -> Transfer:
         with self.changed:
-            made = Transfer(label, self.size, 1, deadline, now, lambda: self.look(made))
+            made = Transfer(label, self.size, deadline, now, lambda: self.look(made))
             # Posted at once.
             made.begin()
             self.parts.append(parts)
@@ -146,8 +147,8 @@ class PlayedRank:
             assert self.changed.wait_for(condition, 30)
 
     def peer(self) -> SourceEngine:
-        rank, source = SimpleNamespace(planes=PLANES), SimpleNamespace(groups=(GROUP,))
-        plan = SimpleNamespace(in_parts=self.in_parts, groups=(GROUP,), source=source, rank=rank)
+        rank, named = SimpleNamespace(planes=PLANES), {GROUP.name: GROUP}
+        plan = SimpleNamespace(in_parts=self.in_parts, groups=(GROUP,), groups_by_name=(named, named), rank=rank)
         return cast(SourceEngine, SimpleNamespace(plan_of=lambda layers: plan, agents={1: AGENT}))
 
     def answer(self, reference: str, answer: Exception | None = None) -> None:

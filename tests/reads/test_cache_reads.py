@@ -149,7 +149,7 @@ def test_a_successful_read_returns_its_bytes_and_whether_its_home_confirmed_it(w
 
     world.expand = expand  # type: ignore[method-assign]
     handle = world.reading()
-    assert handle.state is ReadState.READING
+    assert Read(handle).state is ReadState.READING
     world.transfers[0].landed(10)
     world.judged(pb.VERDICT_VALID if confirmed else None)
     assert error_of(handle) is None
@@ -256,7 +256,7 @@ def test_a_renewal_moves_the_end_of_the_transfer(world: Reading) -> None:
     assert world.transfers[0].deadline == before
     world.lease.renewed(now() + 30, now(), LEASE_SECONDS, more=True)
     assert world.transfers[0].deadline == world.lease.deadline > before
-    assert waiting.state is ReadState.WAITING
+    assert Read(waiting).state is ReadState.WAITING
 
 
 def test_a_renewal_while_the_transfer_begins_moves_its_end(world: Reading) -> None:
@@ -341,7 +341,7 @@ def test_a_cancelled_read_stops_its_transfer(world: Reading) -> None:
     assert not handle.cancel()
     error = error_of(handle)
     assert isinstance(error, TransferCancelled)
-    assert handle.state is ReadState.CANCELLED
+    assert Read(handle).state is ReadState.CANCELLED
     assert world.transfers[0].state is TransferState.CANCELLED
     assert world.home.heard("report", "drop")
     assert [report.outcome for report in world.home.reports[0]] == [pb.RANK_OUTCOME_CANCELLED]

@@ -5,6 +5,7 @@ Sources and the transport do as a test says, since real ones do not fail at a mo
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator, Sized
@@ -183,7 +184,7 @@ def test_a_share_reads_what_was_granted_into_its_blocks_from_the_agents_of_its_s
     assert peer is AGENT
     assert world.transfers[0].label == read.order.read_id
     # The lease is not this process's to judge.
-    assert world.transfers[0].deadline is None
+    assert world.transfers[0].deadline == math.inf
 
 
 def test_a_known_source_needs_no_handshake(world: PlayedRank) -> None:

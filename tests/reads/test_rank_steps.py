@@ -56,9 +56,7 @@ def test_steps_that_come_while_one_moves_are_moved_together_afterwards(world: Pl
     world.until(lambda: len(world.transfers) == 2)
     assert (told(world), world.lasts) == ([[2], [3, 4, 5]], [False, False])
     assert not world.ended
-    progress = read.progress()
-    assert progress is not None
-    assert (progress.bytes_done, progress.bytes_total, read.expanded) == (10, 20, False)
+    assert (read.bytes, read.bytes_total, read.expanded) == (10, 20, False)
     world.add(read, {}, last=True)
     world.transfers[1].landed(10)
     world.until(lambda: len(world.transfers) == 3)
@@ -77,7 +75,7 @@ def test_a_step_with_too_few_tokens_starts_no_transfer(world: PlayedRank) -> Non
     world.until(lambda: world.expanded)
     world.worked()
     assert world.transfers == []
-    assert read.progress() is None
+    assert read.transfer is None
     world.reaches = 1
     world.add(read, {}, last=False)
     world.until(lambda: world.transfers)

@@ -25,7 +25,6 @@ from kvferry.errors import (
     Unreachable,
     WrongKey,
 )
-from kvferry.geometry.model import EngineGeometry
 from kvferry.planner import PathRule
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -65,14 +64,12 @@ class Engines(SourceEngines):
 
     def __init__(self, loop: PlayedLoop) -> None:
         self.loop = loop
-        self.dropped: list[SourceEngine] = []
+        self.retired: list[str] = []
         reader = pb.EngineRef(engine_id="decode", incarnation=b"d" * 16)
-        super().__init__(loop, SPEC, reader, 0, self._here, PathRule(), self._unmeasured, self.dropped.append)
+        here, nobody = HERE.ranks[0], cast(Control, None)
+        super().__init__(loop, SPEC, reader, here, nobody, PathRule(), self._unmeasured, self.retired.append)
 
     async def _unmeasured(self, *_: object) -> None: ...
-
-    async def _here(self, _: float) -> EngineGeometry:
-        return HERE
 
     def met(self, home: Home, incarnation: bytes = b"p" * 16, reference: str = "reference") -> SourceEngine:
         return self.loop.run(self.asked_for(home, reference, SOON, incarnation))
@@ -219,7 +216,7 @@ def test_a_restarted_engine_replaces_its_own_earlier_start_only(found: Engines) 
     home, other = Home(), Home(address="home:2")
     first, namesake = found.met(home), found.met(other)
     found.met(home, b"r" * 16)
-    assert found.dropped == [first]
+    assert found.retired == [agent.name for agent in first.agents.values()]
     assert found.known((other.address, "prefill", b"p" * 16)) is namesake
 
 

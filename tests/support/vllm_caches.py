@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvferry import Blocks, EngineGeometry, RankGeometry, plan_read
-from kvferry._memory.host import HostAccess
+from kvferry._memory.access import HostAccess
 from kvferry.integrations.vllm.checked_planes import layers_of
 from kvferry.integrations.vllm.groups import BlockTable, block_tables
 from kvferry.integrations.vllm.layouts.backends import layer_planes
@@ -133,7 +133,7 @@ def move(
             for read in part.staged:
                 for batch in read.batches(space.region.length):
                     _copy(copies(batch.descriptors(space.region.base, read.lane.memory)))
-                    space.copy(batch.copies(space.region.base))
+                    space.memory.copy(batch.copies(space.region.base))
 
 
 def _copy(moves: list[tuple[int, int, int]]) -> None:

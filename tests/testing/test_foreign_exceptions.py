@@ -45,7 +45,7 @@ STARTED = {
     "_directory/directory.py": "catches everything itself: a look at the directory, again and again",
     "_loop.py": "the loop itself, which begins again when something has stopped it; work that takes long",
     "_control/connection.py": "reads a stream; tests whether the system has threads",
-    "_reads/callbacks.py": "takes callbacks from a queue, each guarded; a callback after its queue has ended",
+    "_reads/read.py": "takes callbacks from a queue, each guarded; a callback after its queue has ended",
 }
 """Where a thread is started."""
 

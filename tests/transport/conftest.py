@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry._clock import now
+from kvferry._memory.rank_memory import RankMemory
 from kvferry._transport.nixl_agent import NixlOptions
 from kvferry._transport.transport import Transport
 from tests.transport.played_agents import Agents, World
@@ -51,7 +52,7 @@ def transport(memory: Memory) -> Iterator[MakeTransport]:
 
     def make(ucx_tls: str = "", *, clock: Callable[[], float] = now, **options: Any) -> Transport:
         patient = {"warm_up_timeout": SOON, **options}
-        made.append(Transport([memory.region], NixlOptions(ucx_tls=ucx_tls, **patient), clock=clock))
+        made.append(Transport(RankMemory([memory.region]), NixlOptions(ucx_tls=ucx_tls, **patient), clock=clock))
         return made[-1]
 
     yield make

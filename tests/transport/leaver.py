@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 
+from kvferry._memory.rank_memory import RankMemory
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.transport import Transport
 from tests.transport.sources import Memory, raw, raw_part
@@ -21,9 +22,9 @@ def main(ucx_tls: str) -> None:
     memory = Memory(info.regions[0].length)
     pieces = np.arange(0, info.regions[0].length, 256, dtype=np.uint64)
     whole = raw(pieces + np.uint64(info.regions[0].base), pieces + np.uint64(memory.base), np.full_like(pieces, 256))
-    transport = Transport([memory.region], NixlOptions(ucx_tls=ucx_tls, chunk_descriptors=1), keep=memory)
+    transport = Transport(RankMemory([memory.region], keep=memory), NixlOptions(ucx_tls=ucx_tls, chunk_descriptors=1))
     transfer = transport.start([raw_part(info, [whole])], deadline=None, label="left behind")
-    while transfer.progress().chunks < 5 and not transfer.state.final:
+    while transfer.chunks < 5 and not transfer.state.final:
         transfer.wait(0.001)
     print(transfer.state.value)
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from kvferry._clock import now
 from kvferry._memory.access import StagingSpace
+from kvferry._memory.rank_memory import RankMemory
 from kvferry._transport.nixl_agent import AgentInfo, HandleState, MakeReadingAgent, NixlError
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
@@ -165,7 +166,9 @@ class World:
     def transport(self, staging: StagingOptions | None = None, **options: Any) -> Transport:
         some = {"chunk_bytes": CHUNK, "chunk_descriptors": 100, **options}
         reading = cast(MakeReadingAgent, self.agents.reading)
-        made = Transport([self.memory.region], NixlOptions(**some), reading=reading, staging=staging, clock=self.clock)
+        made = Transport(
+            RankMemory([self.memory.region]), NixlOptions(**some), reading=reading, staging=staging, clock=self.clock
+        )
         self.transports.append(made)
         return made
 
@@ -190,7 +193,7 @@ class World:
         transfer = self.read(transport, name, at, chunks)
 
         def posted() -> int:
-            links = [link for thread in transport._threads._all() for link in thread._links]
+            links = [link for thread in tuple(transport.living) for link in thread._links]
             return sum(chunk.owner is transfer for link in links for chunk in link.posted)
 
         # A transfer counts a chunk just before it is posted, and the gauges just after.

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvferry._clock import now
-from kvferry._memory.access import StillCopying
-from kvferry._memory.host import HostAccess
+from kvferry._memory.access import HostAccess, StillCopying
+from kvferry._memory.rank_memory import RankMemory
 from kvferry._transport import calibration
 from kvferry._transport.calibration import LONG_BYTES, measure
 from kvferry._transport.nixl_agent import AgentInfo, HandleState, MakeReadingAgent
@@ -110,7 +110,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 @pytest.fixture
 def transport(machine: Machine) -> Iterator[Transport]:
     memory = Memory(PAGE)
-    made = Transport([memory.region], reading=cast(MakeReadingAgent, machine.reading), clock=machine.clock)
+    made = Transport(RankMemory([memory.region]), reading=cast(MakeReadingAgent, machine.reading), clock=machine.clock)
     yield made
     machine.seconds += 1.0
     assert made.close(SOON)
@@ -159,7 +159,7 @@ def test_slots_of_a_failed_measurement_are_lent_again_when_nothing_can_write_to_
     peer = AgentInfo("peer", b"metadata", hashlib.sha256(b"metadata").digest(), (region,))
     agents = Agents(state={"peer": HandleState.MOVING})
     memory = Memory(PAGE)
-    transport = Transport([memory.region], reading=cast(MakeReadingAgent, agents.reading))
+    transport = Transport(RankMemory([memory.region]), reading=cast(MakeReadingAgent, agents.reading))
     pool = transport.pool(MemoryKind.DRAM, 0)
     assert measure(transport, peer, pool, now() + 1.0) is None
     # The posted read may still write into its own slot, and into no other.

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from kvferry._memory import current_device
+from kvferry._memory.rank_memory import RankMemory
 from kvferry._transport import nixl_binding
 from kvferry._transport.nixl_agent import ServingAgent
 from kvferry._transport.nixl_options import NixlOptions
@@ -114,7 +115,7 @@ def test_ranks_use_a_device_each(devices: Devices) -> None:
 
     on_threads(serve)
     names = {f"rank {rank}": rank for rank in range(RANKS)}
-    transports = [Transport([region]) for region in regions]
+    transports = [Transport(RankMemory([region])) for region in regions]
 
     def read(rank: int) -> None:
         source = (rank + 1) % RANKS
@@ -127,7 +128,7 @@ def test_ranks_use_a_device_each(devices: Devices) -> None:
 
     on_threads(read)
     for rank, transport in enumerate(transports):
-        (thread,) = transport._threads.living
+        (thread,) = transport.living
         names[thread.name] = rank
         assert transport.close()
         assert (memory[rank][1] == (rank + 1) % RANKS + 1).all()
@@ -151,7 +152,7 @@ def test_memory_of_two_devices_is_refused(devices: Devices) -> None:
     with pytest.raises(InvalidField, match=r"memory of devices \[0, 1\]"):
         ServingAgent("a", regions)
     with pytest.raises(InvalidField, match=r"memory of devices \[0, 1\]"):
-        Transport(regions).prepare(10.0)
+        Transport(RankMemory(regions)).prepare(10.0)
     assert not devices.seen
 
 

@@ -30,7 +30,7 @@ def overtaken(read: Transport, sources: tuple[Source, Source], memory: Memory) -
     first, found = huge(read, sources[0], memory), list[int]()
     second = small(read, sources[1], memory)
     # On the thread that reads both, and at once.
-    second.add_done_callback(lambda _: found.append(first.progress().bytes_done))
+    second.add_done_callback(lambda _: found.append(first.bytes_done))
     done(second)
     done(first)
     until(lambda: bool(found))

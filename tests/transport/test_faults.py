@@ -50,10 +50,10 @@ def test_a_source_killed_while_it_is_read_fails_that_read_only(
     other = read.start(
         [raw_part(source.info, [memory.pieces(source, [(0, 0, 1 << 20)])])], deadline=None, label="other"
     )
-    assert until(lambda: doomed.progress().chunks > 3)
+    assert until(lambda: doomed.chunks > 3)
     victim.kill()
     assert_failed(doomed)
-    assert doomed.progress().bytes_done < victim.size
+    assert doomed.bytes_done < victim.size
     assert_done(other)
     memory.expected[8 << 20 :] = memory.bytes[8 << 20 :]
     assert_done(read_all(read, successor, memory, at=8 << 20))
@@ -71,7 +71,7 @@ def test_a_source_stopped_while_it_is_read_expires_and_is_quarantined_until_it_g
     memory.bytes[:] = POISON
     stopped.stop()
     late = read_all(read, stopped, memory, at=8 << 20)
-    assert until(lambda: late.progress().chunks_in_flight == 2)
+    assert until(lambda: late.chunks_in_flight == 2)
     clock.later += SOON
     assert late.wait(SOON)
     assert late.state is TransferState.EXPIRED
@@ -109,7 +109,7 @@ def test_a_stuck_read_retires_its_agent_whose_end_is_the_fence(
     memory.bytes[:] = POISON
     stopped.stop()
     late = read_all(read, stopped, memory, at=8 << 20)
-    assert until(lambda: late.progress().chunks_in_flight > 0)
+    assert until(lambda: late.chunks_in_flight > 0)
     clock.later += SOON
     assert late.wait(SOON)
     assert not late.quiet
@@ -142,7 +142,7 @@ def test_an_agent_given_up_still_finishes_what_it_reads_from_others(
     assert_done(read_all(read, slow, memory))
     slow.stop()
     patient = read_all(read, slow, memory)
-    assert until(lambda: patient.progress().chunks_in_flight > 0)
+    assert until(lambda: patient.chunks_in_flight > 0)
     victim.kill()
     doomed = read_all(read, victim, memory, at=8 << 20)
     assert doomed.wait(SOON)
@@ -185,7 +185,7 @@ def test_cancel_ends_at_once_and_reports_chunks_still_under_way(
     memory.bytes[:] = POISON
     slow.stop()
     moving = read_all(read, slow, memory, deadline=None)
-    assert until(lambda: moving.progress().chunks_in_flight == 2)
+    assert until(lambda: moving.chunks_in_flight == 2)
     waiting = read_all(read, slow, memory, at=8 << 20, deadline=None)
     ended: list[str] = []
     moving.add_done_callback(lambda _: ended.append("moving done"))
@@ -203,7 +203,7 @@ def test_cancel_ends_at_once_and_reports_chunks_still_under_way(
     assert moving.wait_quiet(SOON)
     assert until(lambda: "moving quiet" in ended)
     # Not a byte beyond the chunks that were posted.
-    assert moving.progress().chunks == 2
+    assert moving.chunks == 2
     assert (memory.bytes[2 << 20 :] == POISON).all()
 
 
@@ -247,7 +247,7 @@ def test_closing_cancels_and_waits_for_quiet(
 ) -> None:
     read = transport(ucx_tls, chunk_bytes=4096, chunk_descriptors=1, bytes_in_flight=8192)
     transfers = [read_all(read, source, memory) for _ in range(4)]
-    assert until(lambda: transfers[0].progress().chunks > 0)
+    assert until(lambda: transfers[0].chunks > 0)
     assert read.close(SOON)
     assert all(transfer.quiet for transfer in transfers)
     assert {transfer.state for transfer in transfers} <= {TransferState.CANCELLED, TransferState.DONE}

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from kvferry._clock import now
+from kvferry._memory.rank_memory import RankMemory
 from kvferry._transport.nixl_agent import AgentInfo, NixlOptions
 from kvferry._transport.transport import TransferState, Transport
 from kvferry.geometry import Blocks, MemoryKind, MemoryRegion
@@ -91,7 +92,7 @@ def test_blocks_beyond_4_gib_arrive_where_they_belong(path: Path, source: tuple[
     expansion = plan.expand({"full": Blocks(THEIRS)}, {"full": Blocks(MINE)}, (0, TOKENS))
     (planned,) = expansion.sources
     assert bool(planned.staged) == (path is Path.STAGED)
-    read = Transport([MemoryRegion(MemoryKind.DRAM, 0, base, SIZE)], NixlOptions(), keep=memory)
+    read = Transport(RankMemory([MemoryRegion(MemoryKind.DRAM, 0, base, SIZE)], keep=memory), NixlOptions())
     transfer = read.start([(info, planned)], deadline=now() + SOON, label="large")
     assert transfer.wait(SOON)
     assert transfer.state is TransferState.DONE, transfer.error

@@ -104,7 +104,7 @@ class World:
     # The methods that a test calls.
 
     def transfer(self, size: int, deadline: float | None = None) -> Transfer:
-        return Transfer("t", size, 1, deadline, self.clock, lambda: None)
+        return Transfer("t", size, deadline, self.clock, lambda: None)
 
     def share(self, chunks: int, deadline: float | None = None) -> Transfer:
         """A transfer of this many chunks that waits for its turn."""
@@ -300,11 +300,11 @@ def test_a_peer_opened_after_a_share_came_has_its_whole_warm_up_time() -> None:
 def test_chunks_under_way_are_at_least_two_and_no_more_than_allowed(world: World) -> None:
     first = world.share(8)
     assert [world.link.post_next() for _ in range(4)] == [True, True, True, False]
-    assert first.progress().chunks_in_flight == 3
+    assert first.chunks_in_flight == 3
     world.handles[0].state = DONE
     assert world.poll()
     assert [world.link.post_next() for _ in range(2)] == [True, False]
-    assert first.progress().chunks_in_flight == 3
+    assert first.chunks_in_flight == 3
 
     tight = World()
     tight.link._options = NixlOptions(chunk_bytes=CHUNK, bytes_in_flight=CHUNK)
@@ -347,11 +347,11 @@ def test_transfers_take_turns_and_those_that_ended_lose_theirs(world: World) -> 
     told: list[str] = []
     second.add_done_callback(lambda _: told.append("cancelled"))
     assert world.link.post_next()
-    assert first.progress().chunks_in_flight == 1
+    assert first.chunks_in_flight == 1
     second.cancel()
     assert world.link.post_next()
     assert told == ["cancelled"]
-    assert [one.progress().chunks_in_flight for one in (first, second, third)] == [1, 0, 1]
+    assert [one.chunks_in_flight for one in (first, second, third)] == [1, 0, 1]
 
 
 def test_a_transfer_that_ends_while_its_chunk_is_made_is_not_posted(world: World) -> None:
@@ -532,7 +532,7 @@ def test_a_check_that_moved_bytes_is_followed_by_the_next_at_once(world: World) 
     # An arrived chunk is reported before the next check.
     world.handles[0].state = DONE
     assert world.link.poll(world.now)
-    assert (world.handles[1].checks, transfer.progress().chunks) == (6 + CHECKS_AT_ONCE, 1)
+    assert (world.handles[1].checks, transfer.chunks) == (6 + CHECKS_AT_ONCE, 1)
 
 
 def test_a_stalled_peer_takes_no_room(world: World) -> None:

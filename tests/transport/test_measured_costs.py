@@ -10,6 +10,7 @@ import pytest
 
 from kvferry._clock import now
 from kvferry._loop import Loop
+from kvferry._memory.rank_memory import RankMemory
 from kvferry._reads.runtime import _MeasuredCosts
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._transport.transport import Transport
@@ -42,7 +43,7 @@ def test_sources_that_are_met_at_once_are_all_measured(
     # A busy machine takes its time.
     monkeypatch.setattr("kvferry._reads.runtime.MEASURE_TIMEOUT", SOON)
     memory = Memory(4 << 20)
-    transport = Transport([memory.region], staging=StagingOptions(slots=slots))
+    transport = Transport(RankMemory([memory.region]), staging=StagingOptions(slots=slots))
     rank = RankGeometry(0, planes(memory.base, heads_first=True))
     rule = PathRule()
     costs = _MeasuredCosts(loop, rule, rank, transport, measured=True)
@@ -65,7 +66,7 @@ def test_a_source_that_stops_while_it_is_measured_holds_up_no_other_for_longer_t
 ) -> None:
     monkeypatch.setattr("kvferry._reads.runtime.MEASURE_TIMEOUT", 0.5)
     memory = Memory(4 << 20)
-    transport = Transport([memory.region])
+    transport = Transport(RankMemory([memory.region]))
     rank = RankGeometry(0, planes(memory.base, heads_first=True))
     costs = _MeasuredCosts(loop, PathRule(), rank, transport, measured=True)
     stopped, other, _ = sources

@@ -12,8 +12,10 @@ import pytest
 
 from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedPart
+from kvferry._control.reader_lease import ReaderLease
 from kvferry._loop import Loop
-from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease, Wanted
+from kvferry._memory.rank_memory import RankMemory
+from kvferry._reads.rank_read import RankOrder, RankRead, Wanted
 from kvferry._transport.nixl_agent import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._transport.transport import Transfer, TransferState, Transport
@@ -61,7 +63,7 @@ def test_staging_memory_that_is_refused_fails_the_parts_begun_before(
 ) -> None:
     # No machine has so much memory: numpy raises an error when it is made.
     staging = StagingOptions(path="staged", slots=1, slot_bytes=1 << 56)
-    read = Transport([memory.region], NixlOptions(ucx_tls=ucx_tls, chunk_bytes=1 << 16), staging=staging)
+    read = Transport(RankMemory([memory.region]), NixlOptions(ucx_tls=ucx_tls, chunk_bytes=1 << 16), staging=staging)
     parts = [
         raw_part(source.info, [memory.all_of(source)]),
         staged_part(source, memory, some(1), some(2), at=8 << 20),
@@ -78,7 +80,7 @@ def test_staging_memory_that_is_refused_fails_the_parts_begun_before(
 def test_a_thread_that_is_refused_fails_the_parts_begun_before(
     ucx_tls: str, source: Source, new_source: MakeSource, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = Transport([memory.region], NixlOptions(ucx_tls=ucx_tls, reading_agents=2, chunk_bytes=1 << 16))
+    read = Transport(RankMemory([memory.region]), NixlOptions(ucx_tls=ucx_tls, reading_agents=2, chunk_bytes=1 << 16))
     mine = zlib.crc32(source.name.encode()) % 2
     name = next(f"other-{i}" for i in range(99) if zlib.crc32(f"other-{i}".encode()) % 2 != mine)
     other = new_source(ucx_tls, size=4 << 20, name=f"{name}")
@@ -107,12 +109,12 @@ def test_shares_that_find_no_new_agent_fail_and_the_old_one_goes_on(
     assert_done(read_all(read, slow, memory))
     slow.stop()
     patient = read_all(read, slow, memory, deadline=None)
-    assert until(lambda: patient.progress().chunks_in_flight >= 2)
+    assert until(lambda: patient.chunks_in_flight >= 2)
     with monkeypatch.context() as patch:
         threads_run_out(patch, 0)
         victim.stop()
         doomed = read_all(read, victim, memory, at=8 << 20, deadline=None)
-        assert until(lambda: doomed.progress().chunks_in_flight >= 2)
+        assert until(lambda: doomed.chunks_in_flight >= 2)
         waiting = read_all(read, victim, memory, at=8 << 20, deadline=None)
         doomed.cancel()
         # The agent is given up for `doomed`; `waiting` should go to a fresh one, which cannot be made.
@@ -126,7 +128,7 @@ def test_shares_that_find_no_new_agent_fail_and_the_old_one_goes_on(
 
 
 def share() -> RankRead:
-    home, lease = cast(Control, SimpleNamespace(address="home:1")), SchedulersLease(b"l" * 16)
+    home, lease = cast(Control, SimpleNamespace(address="home:1")), ReaderLease.without_end(b"l" * 16)
     order = RankOrder("r", "request", home, "e", b"i" * 16, 1, "reference", lease, GrantedPart({}), Wanted({}), 60.0)
     # Nothing waits for its news.
     return RankRead(Loop(), order)
@@ -181,7 +183,7 @@ def test_cancels_from_another_thread_never_report_quiet_while_reads_go_on() -> N
             answers.append(read.stop())
 
         def start() -> Transfer:
-            transfer = Transfer("r", 10, 1, None, Clock(), lambda: None)
+            transfer = Transfer("r", 10, None, Clock(), lambda: None)
             # Posted at once, as a reading thread does.
             transfer.begin()
             return transfer
@@ -206,7 +208,7 @@ def test_the_error_of_a_read_given_up_shows_when_it_is_quiet(
     memory.bytes[:] = POISON
     stopped.stop()
     transfer = read_all(read, stopped, memory, deadline=None)
-    assert until(lambda: transfer.progress().chunks_in_flight > 0)
+    assert until(lambda: transfer.chunks_in_flight > 0)
     stuck = TransferStuck("it did not end in time")
     transfer.cancel()
     transfer.tell(stuck)
@@ -229,7 +231,7 @@ def test_an_agent_waits_for_the_latest_fence_of_a_peer(
     # Two reads under way at one peer: one is given up by its caller, one is not.
     given_up = read_all(read, stopped, memory, deadline=None)
     patient = read_all(read, stopped, memory, at=4 << 20, deadline=None)
-    assert until(lambda: given_up.progress().chunks_in_flight == patient.progress().chunks_in_flight == 4)
+    assert until(lambda: given_up.chunks_in_flight == patient.chunks_in_flight == 4)
     given_up.cancel()
     assert until(lambda: read.gauges().retired_agents == 1)
     # The agent is given up, and not destroyed under the one that is still waited for.
@@ -250,7 +252,7 @@ def test_a_peer_that_leaves_is_dropped_only_after_its_reads(
     memory.bytes[:] = POISON
     source.stop()
     transfer = read_all(read, source, memory, deadline=None)
-    assert until(lambda: transfer.progress().chunks_in_flight == 2)
+    assert until(lambda: transfer.chunks_in_flight == 2)
     read.retire(source.name)
     # Behind it in the thread's inbox, so that the order to leave was obeyed when this one waits.
     behind = read_all(read, source, memory, at=8 << 20, deadline=None)

@@ -17,8 +17,8 @@ from typing import cast
 import pytest
 
 from kvferry._clock import now
-from kvferry._memory.access import StagingSpace
-from kvferry._memory.host import HostAccess
+from kvferry._memory.access import HostAccess, StagingSpace
+from kvferry._memory.rank_memory import RankMemory
 from kvferry._transport.nixl_agent import MakeReadingAgent, NixlError
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.reading_thread import ReadingThread
@@ -48,7 +48,7 @@ def test_bytes_arrive_and_are_counted(world: World) -> None:
     done(first)
     done(second)
     assert world.memory.right()
-    assert (first.progress().chunks, first.progress().descriptors) == (4, 1)
+    assert first.chunks == 4
     assert until(lambda: read.gauges().bytes_moved == 7 * CHUNK)
     gauges = read.gauges()
     assert (gauges.transfers, gauges.chunks_in_flight, gauges.agents, gauges.peers) == (0, 0, 1, 2)
@@ -296,7 +296,7 @@ def test_a_thread_that_cannot_be_had_fails_the_read(
         raise refusal
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvferry._transport.reading_threads.ReadingThread", refuse)
+        patch.setattr("kvferry._transport.transport.ReadingThread", refuse)
         transfer = world.read(read)
         error = failed(transfer)
         assert isinstance(error, LimitReached if isinstance(refusal, KvferryError) else TransferFailed)
@@ -371,14 +371,14 @@ def test_a_read_that_waits_for_the_slots_of_broken_peers_moves_on(world: World) 
     """Only the end of the retired agent gives such slots back, and the agent ends when it has nothing to do (R10)."""
     memory, source = Memory(1 << 20), local_source()
     one_slot, reading = StagingOptions(slot_bytes=16384, slots=1), cast(MakeReadingAgent, world.agents.reading)
-    read = Transport([memory.region], NixlOptions(), reading=reading, staging=one_slot, clock=world.clock)
+    read = Transport(RankMemory([memory.region]), NixlOptions(), reading=reading, staging=one_slot, clock=world.clock)
     world.transports.append(read)
     peer, planned = staged_part(world, source, memory)
     world.agents.state["broken"] = MOVING
     broken = read.start([(replace(peer, name="broken"), planned)], deadline=None, label="broken")
     assert until(lambda: read.gauges().chunks_in_flight == 1)
     waiting = read.start([(peer, planned)], deadline=None, label="waiting")
-    (thread,) = read._threads._all()
+    (thread,) = read.living
     assert until(lambda: any(work.blocked for link in thread._links for work in tuple(link.queued)))
     world.agents.state["broken"] = FAILED
     failed(broken)
@@ -390,7 +390,7 @@ def test_rows_go_through_staging_memory_of_the_configured_size(world: World) -> 
     memory, source = Memory(1 << 20), local_source()
     reading = cast(MakeReadingAgent, world.agents.reading)
     with_slots = StagingOptions(slot_bytes=16384, slots=3)
-    read = Transport([memory.region], NixlOptions(), reading=reading, staging=with_slots, clock=world.clock)
+    read = Transport(RankMemory([memory.region]), NixlOptions(), reading=reading, staging=with_slots, clock=world.clock)
     world.transports.append(read)
     pool = read.pool(MemoryKind.DRAM, 0)
     assert read.pool(MemoryKind.DRAM, 0) is pool
@@ -479,17 +479,17 @@ def test_a_peer_that_does_not_answer_is_waited_for_until_its_time_out(world: Wor
 def test_bytes_under_way_are_bounded_over_all_peers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry._transport.peer_link.STALLED", 1000.0)
     read = world.transport(bytes_in_flight_total=6 * CHUNK, reading_agents=2)
-    names = [name for name in map(str, range(100)) if read._threads.of(name) is read._threads.places[0]][:2]
+    names = [name for name in map(str, range(100)) if read.thread_of(name) is read.places[0]][:2]
     for name in names:
         done(world.read(read, name))
         world.agents.state[name] = MOVING
     transfers = [world.read(read, name, at) for at, name in enumerate(names)]
 
     def flying() -> list[int]:
-        return [transfer.progress().chunks_in_flight for transfer in transfers]
+        return [transfer.chunks_in_flight for transfer in transfers]
 
     assert until(lambda: sum(flying()) == 3)
-    elsewhere = next(name for name in map(str, range(100)) if read._threads.of(name) is read._threads.places[1])
+    elsewhere = next(name for name in map(str, range(100)) if read.thread_of(name) is read.places[1])
     done(world.read(read, elsewhere, 5))
     assert sum(flying()) == 3
     # Stalled peers take no room.
@@ -514,7 +514,7 @@ def test_a_single_chunk_is_allowed_whatever_the_bound(world: World, monkeypatch:
     (agent,) = world.agents.made
     for _ in range(6):
         assert until(lambda: any(agent.flying(name) for name in "abc"))
-        assert sum(transfer.progress().chunks_in_flight for transfer in transfers) == 1
+        assert sum(transfer.chunks_in_flight for transfer in transfers) == 1
         (handle,) = (handle for name in "abc" for handle in agent.flying(name))
         handle.state = DONE
         assert until(partial(getattr, handle, "released"))
@@ -583,10 +583,9 @@ def test_the_owner_of_the_memory_is_kept_while_an_agent_may_write_to_it(world: W
     owner = Owner()
     reference = weakref.ref(owner)
     read = Transport(
-        [world.memory.region],
+        RankMemory([world.memory.region], keep=owner),
         NixlOptions(chunk_bytes=CHUNK),
         reading=cast(MakeReadingAgent, world.agents.reading),
-        keep=owner,
         clock=world.clock,
     )
     moving = world.moving(read)

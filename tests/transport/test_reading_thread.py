@@ -105,7 +105,7 @@ def test_a_thread_that_fails_waits_for_posted_chunks_and_fails_all_other_work(
     assert_done(read_all(read, other, memory, at=8 << 20))
     stopped.stop()
     moving = read_all(read, stopped, memory, deadline=None)
-    assert until(lambda: moving.progress().chunks_in_flight == 2)
+    assert until(lambda: moving.chunks_in_flight == 2)
 
     run = Transfer._run_callback
 

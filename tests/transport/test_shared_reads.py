@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from kvferry._transport import peer_link, peer_work, reading_threads, transport
+from kvferry._transport import peer_link, peer_work, transport
 from kvferry._transport.transport import TransferState, Transport
 from kvferry.errors import NixlError
 from tests.transport.conftest import MakeTransport
@@ -32,7 +32,7 @@ def sharing(world: World) -> Transport:
     read = world.transport(reading_agents=2, bytes_in_flight=CHUNK)
     while read.gauges().peers < 2:
         done(world.read(read))
-    assert until(lambda: all(thread is not None and thread.ready(world.info()) for thread in read._threads.places))
+    assert until(lambda: all(thread is not None and thread.ready(world.info()) for thread in read.places))
     return read
 
 
@@ -52,7 +52,7 @@ def test_agents_read_a_part_each_and_nothing_twice(world: World) -> None:
     assert len({int(part.destination[0]) for part in parts if part is not None}) == 4
     world.agents.state[PEER] = DONE
     done(transfer)
-    assert (transfer.progress().chunks, world.memory.right()) == (4, True)
+    assert (transfer.chunks, world.memory.right()) == (4, True)
 
 
 def test_a_shared_read_is_quiet_when_both_agents_are(world: World) -> None:
@@ -107,7 +107,7 @@ def test_an_agent_that_is_done_with_its_part_drops_the_peer_while_the_other_stil
     agents = both_moving(world, read)
     read.retire(PEER)
     behind = world.read(read, at=2, chunks=1)
-    home = read._threads.of(PEER)
+    home = read.thread_of(PEER)
     done_first, still = sorted(agents, key=lambda agent: agent.name != home.name)
     for handle in still.flying(PEER):
         handle.state = MOVING
@@ -168,14 +168,14 @@ def test_a_second_agent_is_made_where_posts_copy_and_there_are_cores(
 def test_one_agent_reads_all_where_no_second_can_be_made_and_making_is_not_retried_for_each_read(world: World) -> None:
     read = world.transport(reading_agents=2)
     read.prepare(0.0)
-    home = read._threads.of(PEER)
-    other = next(thread for thread in read._threads.places if thread is not home)
+    home = read.thread_of(PEER)
+    other = next(thread for thread in read.places if thread is not home)
     assert other is not None
     assert until(lambda: len(world.agents.made) == 2)
     other.close()
     assert other.join(SOON)
     world.agents.refusal = NixlError("no memory can be registered")
-    places = read._threads.places
+    places = read.places
     for at in range(6):
         done(world.read(read, at=at))
         assert until(lambda: all(thread in (home, other) or (thread and thread.refusal) for thread in places))
@@ -192,7 +192,7 @@ def test_one_agent_reads_all_where_the_system_refuses_a_second_thread(
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(reading_threads, "ReadingThread", refuse)
+    monkeypatch.setattr(transport, "ReadingThread", refuse)
     for at in range(3):
         done(world.read(read, at=at))
     assert world.memory.right()

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kvferry._clock import now
-from kvferry._memory.access import StagingSpace
-from kvferry._memory.host import HostAccess
+from kvferry._memory.access import HostAccess, StagingSpace
+from kvferry._memory.rank_memory import RankMemory
 from kvferry._transport import calibration
 from kvferry._transport.calibration import measure
 from kvferry._transport.nixl_agent import NixlOptions
@@ -38,7 +38,7 @@ def staged(memory: Memory) -> Iterator[MakeStaged]:
     def make(ucx_tls: str = "", *, slots: int = 2, slot_blocks: int = 3, **options: Any) -> Transport:
         staging = StagingOptions(path="staged", slots=slots, slot_bytes=slot_blocks * BLOCK_BYTES)
         patient = {"warm_up_timeout": SOON, **options}
-        made.append(Transport([memory.region], NixlOptions(ucx_tls=ucx_tls, **patient), staging=staging))
+        made.append(Transport(RankMemory([memory.region]), NixlOptions(ucx_tls=ucx_tls, **patient), staging=staging))
         return made[-1]
 
     yield make
@@ -57,7 +57,7 @@ def test_rows_are_read_and_permuted(ucx_tls: str, source: Source, memory: Memory
     assert ended(transfer) is TransferState.DONE
     assert transfer.quiet
     assert memory.right()
-    assert transfer.progress().bytes_done == 20 * LAYERS * BLOCK_BYTES
+    assert transfer.bytes_done == 20 * LAYERS * BLOCK_BYTES
 
 
 @pytest.mark.parametrize("slots", [1, 3])
@@ -296,7 +296,7 @@ def shares_of_one_slot(source: Source, memory: Memory, woken: list[str]) -> Call
     pool = StagingPool(HostAccess().allocate(1 << 16), 1 << 16, lambda: woken.append("woken"))
 
     def share(name: str) -> StagedWork:
-        transfer = Transfer(name, 10, 1, None, now, lambda: None)
+        transfer = Transfer(name, 10, None, now, lambda: None)
         info = replace(source.info, name=name)
         return StagedWork(transfer, info, part(source, memory, [1], [2])[1].staged, pool, now())
 
@@ -329,7 +329,7 @@ def test_a_share_that_moved_on_is_called_when_its_batch_arrives_on_the_old_agent
     """A share keeps two slots at most. The batch for which it waits may arrive on another thread than its own."""
     woken: list[str] = []
     pool = StagingPool(HostAccess().allocate(12 * BLOCK_BYTES), BLOCK_BYTES, lambda: woken.append("woken"))
-    transfer = Transfer("one", 10 * LAYERS * BLOCK_BYTES, 1, None, now, lambda: None)
+    transfer = Transfer("one", 10 * LAYERS * BLOCK_BYTES, None, now, lambda: None)
     share = StagedWork(transfer, source.info, part(source, memory, some(1)[:10], some(2)[:10])[1].staged, pool, now())
     posted = []
     while (chunk := share.next(NixlOptions())) is not None:

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from kvferry._clock import now
-from kvferry._memory.access import StillCopying
-from kvferry._memory.host import HostAccess
+from kvferry._memory.access import HostAccess, StillCopying
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.peer_work import Chunk
 from kvferry._transport.staging_pool import SLOTS_AT_ONCE, StagedWork, StagingOptions, StagingPool
@@ -39,8 +38,8 @@ OPTIONS = NixlOptions()
 def staged_share(pool: StagingPool, of: TransferPart, name: str = "", *, deadline: float | None = None) -> StagedWork:
     """The work of a transfer of its own."""
     peer, planned = of
-    size, count = (sum(getattr(read, what) for read in planned.staged) for what in ("total_bytes", "count"))
-    transfer = Transfer("t", size, count, deadline, now, lambda: None)
+    size = sum(read.total_bytes for read in planned.staged)
+    transfer = Transfer("t", size, deadline, now, lambda: None)
     info = replace(peer, name=name or peer.name)
     return StagedWork(transfer, info, planned.staged, pool, now(), planned.footprint)
 
@@ -272,7 +271,7 @@ def test_batches_are_checked_before_they_are_read() -> None:
 
     with pytest.raises(InvalidField, match="the request's blocks"):
         read_all()
-    assert share.owner.progress().chunks
+    assert share.owner.chunks
     assert pool.in_use == 0
 
 

@@ -183,7 +183,7 @@ class LeaseHolder:
         request.prompt.refuse(reference)
         request.prompt.told(steps.marks, reference, hint.request_id, complete=True)
         source = pb.EngineRef(engine_id=reference.engine_id, incarnation=reference.incarnation)
-        return Acquired(ReaderLease.none(), source, hint.request_id, part, self._loop.now())
+        return Acquired(ReaderLease.without_end(), source, hint.request_id, part, self._loop.now())
 
     def acquire(self, request: AcquireRequest, changed: Callable[[], object]) -> Acquisition:
         """Begin to acquire a publication: await `Acquisition.first`. For `changed` see `ReaderLease.changed`."""

@@ -52,9 +52,9 @@ class ReaderLease:
         self._renewable = True
 
     @classmethod
-    def none(cls) -> ReaderLease:
-        """Make the record of a read without a lease, which has no end of its own."""
-        lease = cls(b"", 0.0, 0.0, LONGEST_LEASE)
+    def without_end(cls, lease_id: bytes = b"") -> ReaderLease:
+        """Make the record of a lease that another process holds and judges, or of a read without a lease."""
+        lease = cls(lease_id, 0.0, 0.0, LONGEST_LEASE)
         lease.deadline, lease._renewable = math.inf, False
         return lease
 

@@ -201,7 +201,7 @@ def _try_out(tried: dict[str, str]) -> list[Finding]:
 
 
 def _try_port(nixl: object, port: str, said: str, written: Callable[[], str]) -> Finding:
-    from kvferry._transport import locked_memory, nixl_binding, rdma_cards
+    from kvferry._transport import nixl_binding, rdma_cards
     from kvferry._transport.nixl_options import NixlOptions
     from kvferry.errors import NixlError
     from kvferry.host_memory import HostMemory
@@ -215,7 +215,7 @@ def _try_port(nixl: object, port: str, said: str, written: Callable[[], str]) ->
         drivers = rdma_cards.with_driver()
         if drivers is not None and port.partition(":")[0] not in drivers:
             return finding("rdma-no-driver", f"{said}: UCX's libibverbs has no driver for it", _link())
-        if locked_memory.too_little():
+        if rdma_cards.too_little():
             return finding("rdma-not-registered", f"{said}: {error}")
         return finding("rdma-refused", f"{said}: {error}{_complaints(written()[known:])}")
     memory = HostMemory(SIZE)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -20,7 +20,7 @@ from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._memory.access import MemoryAccess
 from kvferry._memory.rank_memory import RankMemory
-from kvferry._threads import guarded, settle
+from kvferry._threads import settle
 from kvferry._wire.token import EngineToken, engine_ref
 from kvferry.errors import Closed, InvalidField, LimitReached, PublicationReleased, PublicationStale
 from kvferry.geometry.blocks import Blocks, check_ids, id_runs, without_nulls
@@ -43,11 +43,11 @@ _Part: TypeAlias = tuple[Plane, MemoryAccess, Blocks]
 
 @dataclass(slots=True, eq=False)
 class _Order:
-    """Sums to compute and to send, in pages, until `deadline`, on the loop's clock. `done` is running once begun."""
+    """Sums to compute and to send, in pages, until `deadline`, on the loop's clock."""
 
     pages: Iterator[pb.PublishChecksums]
     deadline: float
-    done: Future[int] = field(default_factory=Future)
+    done: Future[int]
 
 
 class Checksummer:
@@ -85,15 +85,17 @@ class Checksummer:
 
     def submit(self, publication: int, blocks: Mapping[str, Blocks], *, last: bool, timeout: float) -> Future[int]:
         """See `Cache.checksum`."""
+        done: Future[int] = Future()
+        # Callers cannot cancel it.
+        done.set_running_or_notify_cancel()
         if self._share == 0:
-            nothing: Future[int] = Future()
-            nothing.set_result(0)
-            return nothing
+            done.set_result(0)
+            return done
         parts = [part for name, listed in blocks.items() for part in self._parts(name, listed)]
-        order = _Order(self._pages(publication, parts, last), self._loop.now() + timeout)
+        order = _Order(self._pages(publication, parts, last), self._loop.now() + timeout, done)
         if self._closing or not self._loop.call(partial(self._queue, publication, order)):
             raise self._closed()
-        return order.done
+        return done
 
     def close(self) -> None:
         """Drop the queued work, and wait for the page being computed: then the memory may be unmapped. Idempotent."""
@@ -112,7 +114,7 @@ class Checksummer:
 
     def _queue(self, publication: int, order: _Order) -> None:
         if self._closing:
-            self._drop(order)
+            settle(order.done, self._closed())
             return
         sending = self._send_after(self._last.get(publication), order)
         sender = self._last[publication] = self._loop.spawn(sending, f"the sums of publication {publication}")
@@ -125,13 +127,11 @@ class Checksummer:
             del self._last[publication]
         if not order.done.done():
             # The sender was cancelled, perhaps before its first step.
-            self._drop(order)
+            settle(order.done, self._closed())
 
     async def _send_after(self, before: asyncio.Task[None] | None, order: _Order) -> None:
         if before is not None:
             await asyncio.wait([before])
-        if not order.done.set_running_or_notify_cancel():
-            return
         result: int | Exception
         try:
             result = await self._send(order)
@@ -176,13 +176,6 @@ class Checksummer:
             notifications=[pb.Notification(checksums=page)],
         )
         await retrying(lambda left: self._home.notify_one(request, left), deadline)
-
-    def _drop(self, order: _Order) -> None:
-        """End an order that was not done when the checksummer was closed."""
-        if order.done.running():
-            settle(order.done, self._closed())
-        else:
-            guarded(order.done.cancel, "a callback of a future")
 
     def _closed(self) -> Closed:
         problem = f"the cache of rank {self._rank.rank} of engine {self._spec.engine_id!r} is closed"

@@ -65,7 +65,6 @@ class IntegrityOptions:
 
     @property
     def share(self) -> float:
-        """The share of blocks that are summed."""
         return {"off": 0.0, "sampled": self.rate, "full": 1.0}[self.mode]
 
 

@@ -139,7 +139,6 @@ class Verifier:
                 self._compare(task, plane, pages.get(plane.source.name, []), found)
 
     def _compare(self, task: _Task, plane: PlaneRead, pages: list[_Page], found: _Compared) -> None:
-        """Add the comparison of one plane to what was found."""
         alike = task.alike
         expected, known = _looked_up(plane.units, alike.places, pages)
         rows = np.flatnonzero(known.any(axis=1))

@@ -7,11 +7,12 @@ from dataclasses import KW_ONLY, dataclass
 
 from kvferry._arguments import described, flag, several
 from kvferry._engine_spec import EngineSpec
+from kvferry._memory.rank_memory import RankMemory
 from kvferry._memory.usable import check_mapped, check_stable
 from kvferry.errors import InvalidField
-from kvferry.geometry.model import MemoryRegion
+from kvferry.geometry.model import MemoryRegion, RankGeometry
 from kvferry.geometry.plane import Interval, Plane
-from kvferry.geometry.tensors import Holding, Tensor, heads_held, planes_of, regions_of
+from kvferry.geometry.tensors import Holding, Tensor, heads_held, held, named_tensors, planes_of, regions_of
 
 ONE_OF = "one of heads, holding with its units, and replicated=True"
 
@@ -97,10 +98,14 @@ class Declared:
                 )
 
 
-def memory_of(
-    engine: EngineSpec, tensors: Mapping[str, Tensor] | None, declared: Declared
-) -> tuple[tuple[Plane, ...], tuple[MemoryRegion, ...]]:
-    """The planes and regions of a rank, from its tensors or from the planes and regions that are given."""
+def describe(
+    engine: EngineSpec, rank: int, tensors: Mapping[str, Tensor] | None, declared: Declared
+) -> tuple[RankGeometry, RankMemory]:
+    """A rank's geometry and memory, from its tensors or from the planes and regions that are given. Raises the errors
+    of `Client.register_cache`."""
+    if tensors is not None:
+        # Keeps the memory alive even if the caller changes its mapping or drops its tensors.
+        tensors = {name: held(tensor) for name, tensor in named_tensors(tensors).items()}
     axes, planes, regions = declared.axes, declared.planes, declared.regions
     found: tuple[Plane, ...]
     if planes is not None:
@@ -123,4 +128,13 @@ def memory_of(
         ranges = regions_of(tensors.values())
     check_mapped(ranges, found)
     check_stable(ranges)
-    return found, ranges
+    labels = {} if declared.labels is None else declared.labels
+    memory = RankMemory(ranges, tuple((tensors or {}).values()), keep=(tensors, _kept(declared.keep)))
+    return RankGeometry(rank, found, labels), memory
+
+
+def _kept(keep: object) -> object:
+    """The object to keep referenced; of a container, a copy with its present contents."""
+    if isinstance(keep, Mapping):
+        return dict(keep)
+    return tuple(keep) if isinstance(keep, (list, set)) else keep

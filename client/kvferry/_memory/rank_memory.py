@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
-from kvferry._memory.access import MemoryAccess
+from kvferry._memory.access import HostAccess, MemoryAccess
 from kvferry._memory.device import DeviceAccess
-from kvferry._memory.host import HostAccess
+from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import MemoryKind, Plane
 from kvferry.geometry.tensors import view_of
 
 
 class RankMemory:
     """The memory of one rank, by address space. Thread-safe. Device memory is reached only through the rank's
-    registered tensors; host memory needs none."""
+    registered tensors; host memory needs none.
 
-    def __init__(self, tensors: Iterable[Any] = ()) -> None:
+    Attributes:
+        regions: the memory that the rank registers with NIXL. Contains the rank's planes.
+        keep: the owner of this memory, referenced as long as a write to it is possible.
+    """
+
+    def __init__(
+        self, regions: Sequence[MemoryRegion] = (), tensors: Sequence[Any] = (), *, keep: object = None
+    ) -> None:
+        self.regions = tuple(regions)
+        self.keep = keep
         by_device: dict[int, list[Any]] = {}
         for tensor in tensors:
             if hasattr(tensor, "untyped_storage"):

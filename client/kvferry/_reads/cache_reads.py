@@ -9,13 +9,12 @@ from kvferry._control.acquisition import Acquired, AcquireRequest
 from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._loop import Loop
-from kvferry._reads.callbacks import Callbacks
 from kvferry._reads.leased_read import ShareEnd
 from kvferry._reads.leased_reads import LeasedReads
 from kvferry._reads.meters import ReadMeter
 from kvferry._reads.rank_read import RankOrder, RankRead, Wanted
 from kvferry._reads.rank_reads import RankReads
-from kvferry._reads.read import OwnRead, ReadResult
+from kvferry._reads.read import Callbacks, OwnRead, ReadResult
 from kvferry._reads.source_engines import SourceEngines
 from kvferry._threads import settle
 from kvferry._wire.publication import told_fields
@@ -105,10 +104,8 @@ class CacheReads(LeasedReads[OwnRead]):
                 read.share.wait_quiet(max(0.0, until - self._loop.now()))
         self._callbacks.close(max(0.0, until - self._loop.now()))
 
-    def on_granted(self, read: OwnRead) -> None:
-        acquired, wanted = read.acquired, read.wanted
-        if acquired is None:
-            return
+    def on_granted(self, read: OwnRead, acquired: Acquired) -> None:
+        wanted = read.wanted
         if self.takes(read, taken_end(acquired.part.blocks, wanted.blocks, wanted.tokens)) is not None:
             return
         self.begin(read)

@@ -6,14 +6,13 @@ import asyncio
 import enum
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvferry._control.acquisition import Acquired, AcquireRequest
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._logs import Log
 from kvferry._loop import Loop, Signal
-from kvferry._reads.read_times import ShareWork, Stamps
 from kvferry._tracing import NO_SPAN
 from kvferry._wire.publication import Told
 from kvferry._wire.status import reason_number
@@ -39,6 +38,82 @@ class ReadStage(enum.Enum):
     READING = "reading"
     JUDGING = "judging"
     ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class ShareWork:
+    """The work of one rank's share of a read.
+
+    Attributes:
+        handshake: seconds of waiting for the handshake with a new source; 0: the source was known.
+        plan: seconds of making descriptors of the request's blocks; 0: none were made.
+        move: seconds from the start of the transfer until its last byte was seen; 0: no transfer was started. Of a
+            progressive read: of its transfers together.
+        steps: seconds of waiting for blocks of the source, after all published blocks were moved; 0 unless the read is
+            progressive.
+        pieces: number of contiguous ranges to read, before fusing and merging.
+        descriptors: number of NIXL descriptors, after fusing and merging.
+        staged_bytes: number of bytes that went through staging memory.
+        verified, unverified: see `Verification`; 0 if integrity mode is off.
+    """
+
+    handshake: float = 0.0
+    move: float = 0.0
+    descriptors: int = 0
+    staged_bytes: int = 0
+    verified: int = 0
+    unverified: int = 0
+    plan: float = 0.0
+    pieces: int = 0
+    steps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTimes:
+    """Seconds that the stages of a read took; of `handshake`, `plan`, `move` and `steps` (see `ShareWork`) the longest
+    that a rank took. A stage that was not reached took 0.
+
+    Attributes:
+        wait: from the request until the home promised the blocks; mostly the time that the source still computes.
+        grant: from there until all blocks were known; of a progressive read, until the first were.
+        attach: from there until the engine attached blocks to read into.
+        steps: of a progressive read, the part of the source's computation that moving did not hide.
+        judge: from the end of the last share until the home's verdict.
+    """
+
+    wait: float = 0.0
+    grant: float = 0.0
+    attach: float = 0.0
+    handshake: float = 0.0
+    move: float = 0.0
+    judge: float = 0.0
+    plan: float = 0.0
+    steps: float = 0.0
+
+
+class Stamps:
+    """When a read has reached its stages, on the loop's clock; 0: not yet. See `ReadTimes`, which are the times between
+    them; it has `ended` with its last share."""
+
+    __slots__ = ("accepted", "asked", "begun", "decided", "ended", "granted")
+
+    def __init__(self, asked: float) -> None:
+        self.asked = asked
+        self.accepted = self.granted = self.begun = self.ended = self.decided = 0.0
+
+    def times(self, shares: Collection[ShareWork]) -> ReadTimes:
+        """Return the seconds between the stages, with the longest of the shares."""
+        longest = {
+            name: max((getattr(share, name) for share in shares), default=0.0)
+            for name in ("handshake", "plan", "move", "steps")
+        }
+        return ReadTimes(
+            wait=_between(self.asked, self.accepted),
+            grant=_between(self.accepted, self.granted),
+            attach=_between(self.granted, self.begun),
+            judge=_between(self.ended, self.decided),
+            **longest,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +155,7 @@ class LeasedRead:
         self.ranks = ranks
         self.stage = ReadStage.WAITING
         self.acquired: Acquired | None = None
-        self.lease = ReaderLease.none()
+        self.lease = ReaderLease.without_end()
         self.not_validated: KvferryError | None = None
         self.complete = False
         self.until = 0
@@ -100,7 +175,6 @@ class LeasedRead:
 
     @property
     def read_id(self) -> str:
-        """The name that the read's ranks share."""
         return self.request.read_id
 
     @property
@@ -118,27 +192,49 @@ class LeasedRead:
         """Ranks that have not reported the end of their share."""
         return tuple(sorted(self.ranks - set(self.ends)))
 
+    def expired(self, problem: str) -> TransferExpired:
+        return TransferExpired(f"read {self.read_id}: {problem}", read_id=self.read_id)
 
-def expired(read: LeasedRead, problem: str) -> TransferExpired:
-    """Make the error of a read whose bytes do not count."""
-    return TransferExpired(f"read {read.read_id}: {problem}", read_id=read.read_id)
+    def uncovered(self, why: str) -> TransferExpired:
+        """Make the error of a read whose blocks may have been released: only the home can know."""
+        return self.expired(f"its bytes do not count: {why}")
 
+    def set_quiet(self) -> None:
+        """Set `quiet` of the read's error to that of the read."""
+        if isinstance(self.error, TransferError):
+            self.error.quiet = not self.not_quiet
 
-def uncovered(read: LeasedRead, why: str) -> TransferExpired:
-    """Make the error of a read whose blocks may have been released: only the home can know."""
-    return expired(read, f"its bytes do not count: {why}")
+    def reports(self) -> list[pb.RankReport]:
+        """Make the reports of the shares, of which each has ended with an error of its own, or with that of the read.
 
+        If the read failed although no share did, for example at its deadline or at the end of its lease, its successful
+        and its cancelled shares are reported with the error of the read: the source then keeps the blocks for another
+        reader, and its home has the reason.
+        """
+        error = None if any(end.error is self.error for end in self.ends.values()) else self.error
+        return [_report(rank, end, error) for rank, end in sorted(self.ends.items())]
 
-def reports_of(error: KvferryError | None, ends: Mapping[int, ShareEnd]) -> list[pb.RankReport]:
-    """Make the reports of a read's shares, of which each has ended with an error of its own, or with that of the read.
-
-    If the read failed although no share did, for example at its deadline or at the end of its lease, its successful and
-    its cancelled shares are reported with the error of the read: the source then keeps the blocks for another reader,
-    and its home has the reason.
-    """
-    if any(end.error is error for end in ends.values()):
-        error = None
-    return [_report(rank, end, error) for rank, end in sorted(ends.items())]
+    def log_end(self, how: str) -> None:
+        """Log the end of the read under the names that its home and its source use as well."""
+        ordinary = self.error is None or isinstance(self.error, (TransferCancelled, PrefixMiss))
+        level = logging.DEBUG if ordinary else logging.INFO
+        if isinstance(self.error, PromptMismatch):
+            level = logging.ERROR
+        if not logger.isEnabledFor(level):
+            return
+        reference, acquired = self.request.reference, self.acquired
+        logger.log(
+            level,
+            "read %r %s: request_id=%r publication=%d engine_id=%r bytes=%d confirmed=%s %s",
+            self.read_id,
+            how,
+            reference.request_id if acquired is None else acquired.request_id,
+            reference.publication,
+            reference.engine_id,
+            self.bytes,
+            self.confirmed,
+            "done" if self.error is None else f"{type(self.error).__name__}: {self.error}",
+        )
 
 
 def _report(rank: int, end: ShareEnd, of_read: KvferryError | None) -> pb.RankReport:
@@ -152,30 +248,5 @@ def _report(rank: int, end: ShareEnd, of_read: KvferryError | None) -> pb.RankRe
     return pb.RankReport(rank=rank, outcome=outcome, bytes=end.bytes, reason=reason)
 
 
-def log_end(read: LeasedRead, how: str) -> None:
-    """Log the end of a read under the names that its home and its source use as well."""
-    ordinary = read.error is None or isinstance(read.error, (TransferCancelled, PrefixMiss))
-    level = logging.DEBUG if ordinary else logging.INFO
-    if isinstance(read.error, PromptMismatch):
-        level = logging.ERROR
-    if not logger.isEnabledFor(level):
-        return
-    reference, acquired = read.request.reference, read.acquired
-    logger.log(
-        level,
-        "read %r %s: request_id=%r publication=%d engine_id=%r bytes=%d confirmed=%s %s",
-        read.read_id,
-        how,
-        reference.request_id if acquired is None else acquired.request_id,
-        reference.publication,
-        reference.engine_id,
-        read.bytes,
-        read.confirmed,
-        "done" if read.error is None else f"{type(read.error).__name__}: {read.error}",
-    )
-
-
-def set_quiet(read: LeasedRead) -> None:
-    """Set `quiet` of the read's error to that of the read."""
-    if isinstance(read.error, TransferError):
-        read.error.quiet = not read.not_quiet
+def _between(begin: float, end: float) -> float:
+    return max(0.0, end - begin) if begin and end else 0.0

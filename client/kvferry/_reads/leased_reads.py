@@ -24,16 +24,7 @@ from kvferry._control.lease_holder import VERDICT_TIMEOUT, Answer, LeaseHolder
 from kvferry._control.reader_lease import Confirm, ReaderVerdict, verdict_of
 from kvferry._logs import Log
 from kvferry._loop import Loop
-from kvferry._reads.leased_read import (
-    LeasedRead,
-    ReadStage,
-    ShareEnd,
-    expired,
-    log_end,
-    reports_of,
-    set_quiet,
-    uncovered,
-)
+from kvferry._reads.leased_read import LeasedRead, ReadStage, ShareEnd
 from kvferry._reads.meters import ReadMeter, kind_of
 from kvferry._tracing import start_span
 from kvferry._wire.publication import Told
@@ -85,7 +76,7 @@ class LeasedReads(Generic[SomeRead]):
 
     # Methods of subclasses.
 
-    def on_granted(self, read: SomeRead) -> None:
+    def on_granted(self, read: SomeRead, acquired: Acquired) -> None:
         """Called when a read is GRANTED."""
 
     def on_more(self, read: SomeRead, more: GrantedPart) -> None:
@@ -214,7 +205,7 @@ class LeasedReads(Generic[SomeRead]):
 
     def cancel_lead(self, read: SomeRead) -> None:
         """End the coroutine of a read, which gives the lease back."""
-        self._loop.call(partial(_cancel, read))
+        self._loop.call(lambda: read.lead is not None and read.lead.cancel())
 
     async def wait_ended(self, timeout: float) -> None:
         """Wait until the coroutines of all reads have ended, and with them their leases."""
@@ -273,7 +264,7 @@ class LeasedReads(Generic[SomeRead]):
             # The lease may have ended with the earlier read.
             problem = "its rank has reported on the same lease before, for another read of this name"
             with self.lock:
-                self.fail(read, uncovered(read, f"{problem}: give each its own read_id"))
+                self.fail(read, read.uncovered(f"{problem}: give each its own read_id"))
         return ended
 
     async def _read_hinted(self, read: SomeRead) -> bool:
@@ -322,10 +313,10 @@ class LeasedReads(Generic[SomeRead]):
             if read.stage not in BEGUN:
                 return
             if error is None:
-                error = uncovered(read, "its home was not heard")
+                error = read.uncovered("its home was not heard")
             elif read.stage is ReadStage.READING and (error.retryable or isinstance(error, NotFound)):
                 # As if the home had said so at the read's end.
-                error = uncovered(read, error.message)
+                error = read.uncovered(error.message)
             self.fail(read, error)
 
     def _end_lease(self, read: SomeRead, *, reported: bool) -> None:
@@ -416,7 +407,7 @@ class LeasedReads(Generic[SomeRead]):
             if read.error is None and read.ended_at >= read.request.deadline:
                 read.error = self.overdue(read)
             if read.error is None and not read.lease.live(read.ended_at):
-                read.error = expired(read, "it ended after its lease")
+                read.error = read.expired("it ended after its lease")
 
     async def _conclude(self, read: SomeRead) -> None:
         """End a read that was reported, mostly when the home has answered."""
@@ -439,11 +430,11 @@ class LeasedReads(Generic[SomeRead]):
     def _report(self, read: SomeRead) -> None:
         """Report the end of a read to its home."""
         read.judging = start_span("kvferry.judge", read.span.traceparent)
-        with self.lock:
-            error, ends = read.error, dict(read.ends)
         answered = partial(self._answered, read)
         try:
-            self._holder.report(read.request, read.lease, reports_of(error, ends), answered, read.judging)
+            with self.lock:
+                reports = read.reports()
+            self._holder.report(read.request, read.lease, reports, answered, read.judging)
         except Exception:
             logger.exception("the end of read %s could not be reported", read.read_id)
             answered(None)
@@ -462,7 +453,7 @@ class LeasedReads(Generic[SomeRead]):
         read.judging.end(verdict="none" if verdict is None else _verdict_name(verdict))
         with self.lock:
             if isinstance(answer, KvferryError):
-                read.not_validated = uncovered(read, answer.message) if answer.retryable else answer
+                read.not_validated = read.uncovered(answer.message) if answer.retryable else answer
             if read.stage is ReadStage.ENDED:
                 self._audit(read, verdict)
             elif not read.answered:
@@ -480,7 +471,7 @@ class LeasedReads(Generic[SomeRead]):
         read.complete, read.told = acquired.part.complete, acquired.part.told
         read.acquiring.end(request_id=acquired.request_id)
         read.stamps.accepted, read.stamps.granted = acquired.accepted_at, self._loop.now()
-        self.on_granted(read)
+        self.on_granted(read, acquired)
 
     def _check_time(self, read: SomeRead, time: float) -> None:
         if read.lease.source_lost and read.silent:
@@ -488,7 +479,7 @@ class LeasedReads(Generic[SomeRead]):
             engine_id, problem = read.request.reference.engine_id, "its home has lost it, so it cannot be read any more"
             self.fail(read, TransferFailed(f"engine {engine_id!r}: {problem}", peer=engine_id, problem=problem))
         elif not read.lease.live(time):
-            self.fail(read, expired(read, "its lease ended before its last byte"))
+            self.fail(read, read.expired("its lease ended before its last byte"))
         elif time >= read.request.deadline:
             self.fail(read, self.overdue(read) if read.complete else timed_out(read.request))
 
@@ -502,7 +493,7 @@ class LeasedReads(Generic[SomeRead]):
 
     def _refuse(self, read: SomeRead, error: KvferryError) -> None:
         read.error, read.stage = error, ReadStage.REFUSED
-        log_end(read, "was not granted")
+        read.log_end("was not granted")
         self._meter.refused(read)
         read.acquiring.end(error)
         read.span.end(error)
@@ -515,10 +506,10 @@ class LeasedReads(Generic[SomeRead]):
         verdict = verdict_of(read.ended_at, read.lease.deadline, read.verdict)
         read.confirmed = verdict is ReaderVerdict.CONFIRMED
         if read.hinted and not read.confirmed:
-            late = uncovered(read, "its home has not confirmed in time that its blocks were still published")
+            late = read.uncovered("its home has not confirmed in time that its blocks were still published")
             read.error = read.error or read.not_validated or late
         elif verdict is ReaderVerdict.EXPIRED:
-            read.error = expired(read, "the home says that its lease ended")
+            read.error = read.expired("the home says that its lease ended")
         self._end(read)
 
     def _audit(self, read: SomeRead, verdict: pb.Verdict.ValueType | None) -> None:
@@ -541,8 +532,8 @@ class LeasedReads(Generic[SomeRead]):
         if read.error is not None and read.hinted:
             # A router may have written it.
             read.told = Told()
-        set_quiet(read)
-        log_end(read, "ended")
+        read.set_quiet()
+        read.log_end("ended")
         self._meter.ended(read)
         prompt = read.request.prompt.found
         read.span.end(read.error, outcome=kind_of(read.error), bytes=read.bytes, prompt=prompt)
@@ -551,13 +542,8 @@ class LeasedReads(Generic[SomeRead]):
     def _settle(self, read: SomeRead) -> None:
         """Report the read as quiet if it has ended and all of its ranks are quiet."""
         if read.stage is ReadStage.ENDED and not read.not_quiet:
-            set_quiet(read)
+            read.set_quiet()
             self.on_quiesced(read)
-
-
-def _cancel(read: LeasedRead) -> None:
-    if read.lead is not None:
-        read.lead.cancel()
 
 
 def _verdict_name(verdict: pb.Verdict.ValueType) -> str:

@@ -7,8 +7,7 @@ import dataclasses
 import threading
 from collections.abc import Iterable
 
-from kvferry._reads.leased_read import LeasedRead
-from kvferry._reads.read_times import ShareWork
+from kvferry._reads.leased_read import LeasedRead, ShareWork
 from kvferry.errors import KvferryError, PrefixMiss, TransferCancelled, TransferExpired
 from kvferry.stats import RankStats, ReadStats, TransportGauges, total
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from kvferry._clock import now
@@ -16,22 +16,14 @@ from kvferry._integrity.summed_blocks import Verification
 from kvferry._integrity.verifier import Arrived
 from kvferry._loop import Loop, Signal
 from kvferry._memory.tails import Tails
-from kvferry._reads.read_times import ShareWork
+from kvferry._reads.leased_read import ShareWork
 from kvferry._reads.source_engines import SourceEngine, SourceKey
 from kvferry._tracing import NO_SPAN, Span
-from kvferry._transport.transport import Transfer, TransferProgress, TransferState
+from kvferry._transport.transport import Transfer
 from kvferry.errors import KvferryError, TransferCancelled
 from kvferry.geometry.blocks import Blocks
 from kvferry.planner.expansion import Expansion
 from kvferry.planner.plan import ReadPlan, RequestParts
-
-
-@dataclass(slots=True)
-class SchedulersLease:
-    """A lease that the engine's scheduler holds, in another process: its last known id. After a restart of its home, a
-    lease has another id."""
-
-    lease_id: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +43,7 @@ class RankOrder:
 
     Attributes:
         reference: the publication's reference, for the handshake with the source.
-        lease: if this process holds the lease, the transfer ends with it.
+        lease: the transfer ends with it; one that the engine's scheduler holds, in another process, has no end here.
         granted: the source's blocks, as far as they were known; `RankRead.add` adds the others.
         wanted: the part to read; its `tokens` are given unless `granted` is complete.
         deadline: time on the loop's clock at which the share fails.
@@ -65,7 +57,7 @@ class RankOrder:
     incarnation: bytes
     publication: int
     reference: str = field(repr=False)
-    lease: ReaderLease | SchedulersLease
+    lease: ReaderLease
     granted: GrantedPart
     wanted: Wanted
     deadline: float
@@ -76,16 +68,9 @@ class RankOrder:
         """The key of the source engine in `SourceEngines`."""
         return self.home.address, self.engine_id, self.incarnation
 
-    @property
-    def lease_deadline(self) -> float | None:
-        """The lease's deadline on the loop's clock; None: there is no lease, or another process holds it."""
-        return self.lease.deadline if isinstance(self.lease, ReaderLease) and self.lease.lease_id else None
-
 
 Phase: TypeAlias = Literal["handshake", "plan", "move", "steps"]
 """The phases of a share that are measured, named like their fields in `ShareWork`."""
-
-_NOTHING = TransferProgress(TransferState.DONE, True, 0, 0, 0, 0, 0)
 
 
 class RankRead:
@@ -135,8 +120,8 @@ class RankRead:
         self._pieces = self._descriptors = self._staged_bytes = 0
         self._starting = False
         """The transfer is being started: it may write already, and `transfer` is not known yet."""
-        self._moving: tuple[Transfer | None, TransferProgress] = None, _NOTHING
-        """The last transfer; and the progress of the transfers before, which are DONE, and so quiet."""
+        self._moving: tuple[Transfer | None, int] = None, 0
+        """The last transfer; and the bytes of the transfers before, which are DONE, and so quiet."""
 
     @property
     def transfer(self) -> Transfer | None:
@@ -157,12 +142,17 @@ class RankRead:
     @property
     def bytes(self) -> int:
         """Number of bytes that have arrived."""
-        progress = self.progress()
-        return 0 if progress is None else progress.bytes_done
+        transfer, before = self._moving
+        return before if transfer is None else before + transfer.bytes_done
+
+    @property
+    def bytes_total(self) -> int:
+        """Number of bytes of the transfers so far, the present one included."""
+        transfer, before = self._moving
+        return before if transfer is None else before + transfer.bytes_total
 
     @property
     def work(self) -> ShareWork:
-        """The work of the share so far."""
         compared = self.verification or Verification(0, 0)
         return ShareWork(
             **self._seconds,
@@ -186,26 +176,11 @@ class RankRead:
         self._phase, self._since = phase, at
 
     def count(self, expansion: Expansion) -> None:
-        """Add an expansion to the work."""
         self._pieces += expansion.pieces
         self._descriptors += expansion.descriptors
         for source in expansion.sources:
             self._staged_bytes += sum(staged.total_bytes for staged in source.staged)
             self.source_ranks |= {source.source_rank}
-
-    def progress(self) -> TransferProgress | None:
-        """Return the progress of all transfers together; None before the first began."""
-        transfer, before = self._moving
-        if transfer is None:
-            return None
-        present = transfer.progress()
-        return replace(
-            present,
-            bytes_done=before.bytes_done + present.bytes_done,
-            bytes_total=before.bytes_total + present.bytes_total,
-            descriptors=before.descriptors + present.descriptors,
-            chunks=before.chunks + present.chunks,
-        )
 
     def wait_quiet(self, timeout: float | None) -> bool:
         """Wait, at most `timeout` seconds, until an ended share is quiet; returns whether it is."""
@@ -217,10 +192,9 @@ class RankRead:
         return self.quiet
 
     def extend(self) -> None:
-        """Extend the deadline of the transfer after a renewal of the lease."""
-        transfer, deadline = self.transfer, self.order.lease_deadline
-        if transfer is not None and deadline is not None:
-            transfer.extend(deadline)
+        transfer = self.transfer
+        if transfer is not None:
+            transfer.extend(self.order.lease.deadline)
 
     def add(self, more: GrantedPart) -> None:
         """Add blocks that the source has published since; on the loop. Has no effect on a share that has ended, or
@@ -266,7 +240,7 @@ class RankRead:
 
     def begin(self, start: Callable[[], Transfer]) -> Transfer:
         """Start the transfer; raises `TransferCancelled` if the read was cancelled."""
-        before = self.progress() or _NOTHING
+        before = self.bytes
         self._starting = True
         try:
             self.check()

@@ -187,7 +187,6 @@ class RankReads(OneProcess):
             await self._clear_tails(share, engine)
 
     async def _move(self, share: RankRead, engine: SourceEngine) -> None:
-        """Move the blocks that were received so far."""
         order = share.order
         share.set_phase("plan")
         async with self._turn:
@@ -207,7 +206,7 @@ class RankReads(OneProcess):
             return
         parts = [(engine.agents[source.source_rank], source) for source in expansion.sources]
         share.set_phase("move")
-        transfer = share.begin(lambda: self._transport.start(parts, deadline=order.lease_deadline, label=order.read_id))
+        transfer = share.begin(lambda: self._transport.start(parts, deadline=order.lease.deadline, label=order.read_id))
         transfer.add_done_callback(lambda _: share.news.set())
         while not transfer.state.final:
             await share.news.wait(math.inf)
@@ -229,9 +228,8 @@ class RankReads(OneProcess):
         if parts is None:
             return
         plan = engine.plan_of(order.wanted.layers)
-        sources = {group.name: group for group in plan.source.groups}
+        sources, groups = plan.groups_by_name
         moved = needed(plan.groups, sources, parts.granted, order.wanted.blocks, order.wanted.tokens)
-        groups = {group.name: group for group in plan.groups}
         cleared: Future[bool] = Future()
 
         def clear() -> None:

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from queue import Queue
 
 from kvferry._clock import now
 from kvferry._control.acquisition import AcquireRequest
 from kvferry._forks import OneProcess
 from kvferry._integrity.summed_blocks import Verification
+from kvferry._logs import Log
 from kvferry._loop import Loop
-from kvferry._reads.callbacks import Callbacks
 from kvferry._reads.leased_read import LeasedRead, ReadStage
 from kvferry._reads.rank_read import RankRead, Wanted
-from kvferry._threads import guarded
+from kvferry._threads import guarded, start_thread
 from kvferry._wire.publication import Told
-from kvferry.errors import KvferryError, TransferCancelled, TransferFailed
+from kvferry.errors import KvferryError, LimitReached, TransferCancelled, TransferFailed
+
+logger = Log(__name__)
 
 
 class ReadState(enum.Enum):
@@ -84,6 +88,50 @@ class ReadProgress:
     complete: bool = False
 
 
+class Callbacks:
+    """Runs callbacks one after another on a thread of their own, so that they may wait, also for other reads.
+
+    The thread starts with `start`. Thread-safe.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._queue: Queue[Callable[[], object] | None] = Queue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def start(self) -> None:
+        """Start the thread if it is not running yet; raises `LimitReached` if the system refuses it."""
+        with self._lock:
+            if self._thread is None and not self._closed:
+                self._thread = start_thread(self._run, self._name)
+
+    def do(self, callback: Callable[[], object]) -> None:
+        """Run a callback on the thread, or, if the thread has ended, on a new thread; never on the caller's."""
+        with self._lock:
+            if self._thread is not None and not self._closed:
+                self._queue.put(callback)
+                return
+        try:
+            start_thread(callback, f"{self._name}-late")
+        except LimitReached as error:
+            logger.error("a callback of a read, which ended after its cache was closed, is lost: %s", error.message)
+
+    def close(self, timeout: float) -> None:
+        """End the thread after the queued callbacks, and wait at most `timeout` seconds. Idempotent."""
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+            self._queue.put(None)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)
+
+    def _run(self) -> None:
+        while (callback := self._queue.get()) is not None:
+            guarded(callback, f"a callback on thread {self._name}")
+
+
 class OwnRead(LeasedRead):
     """A read of a cache: the internal side of a `Read`. `CacheReads` changes it; any thread may read it.
 
@@ -111,16 +159,6 @@ class OwnRead(LeasedRead):
         self.ended: Future[ReadResult] = Future()
         # Callers cancel the read, not its future.
         self.ended.set_running_or_notify_cancel()
-
-    @property
-    def state(self) -> ReadState:
-        if self.ended.done():
-            error = self.ended.exception()
-            if error is None:
-                return ReadState.DONE
-            return ReadState.CANCELLED if isinstance(error, TransferCancelled) else ReadState.FAILED
-        share = self.share
-        return ReadState.WAITING if share is None or share.progress() is None else ReadState.READING
 
     @property
     def over(self) -> bool:
@@ -153,7 +191,13 @@ class Read(OneProcess):
     @property
     def state(self) -> ReadState:
         """The state of the read."""
-        return self._read.state
+        share, ended = self._read.share, self._read.ended
+        if ended.done():
+            error = ended.exception()
+            if error is None:
+                return ReadState.DONE
+            return ReadState.CANCELLED if isinstance(error, TransferCancelled) else ReadState.FAILED
+        return ReadState.WAITING if share is None or share.transfer is None else ReadState.READING
 
     def done(self) -> bool:
         """Return whether the read has ended, with or without an error."""
@@ -218,9 +262,9 @@ class Read(OneProcess):
     def progress(self) -> ReadProgress:
         """Return the progress of the read."""
         share = self._read.share
-        if share is None or (progress := share.progress()) is None:
+        if share is None or share.transfer is None:
             return ReadProgress(self.state, 0, 0)
-        return ReadProgress(self.state, progress.bytes_done, progress.bytes_total, share.expanded)
+        return ReadProgress(self.state, share.bytes, share.bytes_total, share.expanded)
 
     def cancel(self) -> bool:
         """Cancel the read, and return whether the destination blocks are quiet already. Does not wait; has no effect on

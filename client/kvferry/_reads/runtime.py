@@ -1,5 +1,5 @@
-"""The parts behind the public objects: `ClientRuntime` behind a `Client`, `RankRuntime` behind a `Cache`. Only this
-module makes them and connects them."""
+"""The parts behind the public objects: `ClientRuntime` behind a `Client`, `RankRuntime` behind a `Cache`, and, of the
+latter, `LocalRank`, which needs no session of the rank's engine. Only this module makes them and connects them."""
 
 from __future__ import annotations
 
@@ -18,26 +18,30 @@ from kvferry._control.reader_lease import Confirm
 from kvferry._control.renewals import Renewals
 from kvferry._control.retrying import retrying
 from kvferry._control.right_prompt import PromptCheck
+from kvferry._engine_spec import EngineSpec
 from kvferry._integrity.checksum_publisher import Checksummer
 from kvferry._integrity.summed_blocks import IntegrityOptions
 from kvferry._integrity.verifier import Verifier
 from kvferry._logs import Log
 from kvferry._loop import Loop
+from kvferry._memory.rank_memory import RankMemory
 from kvferry._reads.cache_reads import CacheReads
-from kvferry._reads.local_rank import LocalRank
 from kvferry._reads.meters import ReadMeter, ShareMeter
 from kvferry._reads.rank_reads import RankReads
-from kvferry._reads.source_engines import SourceEngine, SourceEngines, whole_engine
+from kvferry._reads.source_engines import SourceEngines
 from kvferry._threads import settle
 from kvferry._transport.calibration import measure
+from kvferry._transport.nixl_agent import ReadingAgent, ServingAgent
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._transport.transport import Transport
+from kvferry._wire.authority import agent_name, new_agent_key
 from kvferry._wire.geometry_codec import agent_to_proto, group_to_proto, rank_to_proto
 from kvferry._wire.reference import parse_source_reference
 from kvferry._wire.token import EngineToken, engine_ref
-from kvferry.errors import Closed, EngineUnknown, KvferryError, LimitReached
-from kvferry.geometry.model import AgentInfo, EngineGeometry, RankGeometry
+from kvferry.errors import Closed, EngineUnknown, InvalidField, KvferryError, LimitReached
+from kvferry.geometry.model import AgentInfo, RankGeometry, check_rank, check_regions
+from kvferry.geometry.overlap import check_apart
 from kvferry.planner.path_choice import Costs, PathRule
 from kvferry.v1 import kv_transfer_pb2 as pb
 
@@ -84,6 +88,58 @@ class ClientRuntime:
         )
 
 
+class LocalRank:
+    """The memory of one rank, registered with NIXL, and its agents. Makes no RPC and needs no token.
+
+    Making it takes up to seconds: NIXL is loaded, and devices map or pin the memory.
+
+    Threading: every method may be called from any thread; `close` waits.
+
+    Attributes:
+        agent: the serving agent; None: other ranks cannot read the memory.
+        agent_key: the key that the serving agent is named after. Secret.
+
+    Raises:
+        BadGeometry: the planes contradict the engine's groups, lie over each other, or lie outside the regions.
+        InvalidField: the engine has no such rank; or see `ServingAgent`.
+        NixlError, NixlMissing: see `ServingAgent`.
+    """
+
+    def __init__(
+        self, client: ClientRuntime, spec: EngineSpec, rank: RankGeometry, memory: RankMemory, *, serve: bool
+    ) -> None:
+        check_rank(spec.groups, rank)
+        check_apart(spec.groups, rank.rank, rank.planes, may_share=True)
+        check_regions(rank, memory.regions)
+        if rank.rank >= spec.num_ranks:
+            raise InvalidField("rank", rank.rank, f"below num_ranks {spec.num_ranks}")
+        self.spec = spec
+        self.rank = rank
+        self.memory = memory
+        self.closed = False
+        self.agent_key = new_agent_key()
+        self.agent: ServingAgent | None = None
+        if serve:
+            name = agent_name(self.agent_key, spec.engine_id, rank.rank)
+            self.agent = ServingAgent(name, memory.regions, client.options, client.binding)
+        reading = partial(ReadingAgent, binding=client.binding)
+        self.transport = Transport(
+            memory, client.options, reading=reading, staging=client.staging, clock=client.loop.now
+        )
+
+    def check_open(self) -> None:
+        """Raise `Closed` if the memory was closed: its agents cannot be announced."""
+        if self.closed:
+            raise Closed(f"the memory of rank {self.rank.rank} of engine {self.spec.engine_id!r} was closed")
+
+    def close(self, timeout: float) -> None:
+        """End the agents; waits at most `timeout` seconds until all reads are quiet. Idempotent."""
+        self.closed = True
+        self.transport.close(timeout)
+        if self.agent is not None:
+            self.agent.close()
+
+
 class RankRuntime:
     """The parts of one rank of an open engine: its registration, its source engines, and its reads.
 
@@ -103,7 +159,6 @@ class RankRuntime:
         loop, memory, integrity, staging = client.loop, local.memory, client.integrity, client.staging
         self.loop = loop
         self._closed = False
-        self._whole: EngineGeometry | None = None
         self._registration = _registration(local, token)
         self._local = local
         self.transport = local.transport
@@ -114,9 +169,9 @@ class RankRuntime:
             device_memory=memory.devices,
         )
         costs = _MeasuredCosts(loop, rule, rank, self.transport, measured=staging.costs is None)
-        reader = engine_ref(token)
-        self._sources = SourceEngines(loop, spec, reader, rank.rank, self._geometry, rule, costs.rule_of, self._drop)
-        self.checksummer = Checksummer(loop, client.homes.home_of(token), spec, token, rank, memory, integrity)
+        reader, home, transport = engine_ref(token), client.homes.home_of(token), self.transport
+        self._sources = SourceEngines(loop, spec, reader, rank, home, rule, costs.rule_of, transport.retire)
+        self.checksummer = Checksummer(loop, home, spec, token, rank, memory, integrity)
         verifier = Verifier(loop, reader, memory, integrity) if integrity.share else None
         self.shares = RankReads(loop, self.transport, self._sources, memory, verifier, client.shares)
         self.holder = client.lease_holder(token, rank.rank)
@@ -200,19 +255,6 @@ class RankRuntime:
             self.loop.run(self.holder.close(max(0.0, until - self.loop.now())))
         self.checksummer.close()
 
-    async def _geometry(self, deadline: float) -> EngineGeometry:
-        """Return the geometry of the whole engine, which is fetched once: it does not change within an incarnation."""
-        spec = self.spec
-        if spec.num_ranks == 1:
-            return EngineGeometry(spec.engine_id, spec.groups, (self.rank,), spec.identity, self.token.incarnation)
-        if self._whole is None:
-            self._whole = await whole_engine(self.homes.home_of(self.token), engine_ref(self.token), deadline)
-        return self._whole
-
-    def _drop(self, source: SourceEngine) -> None:
-        for agent in source.agents.values():
-            self.transport.retire(agent.name)
-
 
 class _MeasuredCosts:
     """Measures the costs of reads, for the rule by which a rank chooses paths. Belongs to the client's event loop.
@@ -274,7 +316,7 @@ def _registration(local: LocalRank, token: EngineToken) -> pb.RegisterCacheReque
         partial=spec.partial,
     )
     what = (
-        f"the registration of rank {rank.rank} with {len(rank.planes)} planes, {len(local.regions)} regions and "
+        f"the registration of rank {rank.rank} with {len(rank.planes)} planes, {len(local.memory.regions)} regions and "
         f"{registration.agent.ByteSize()} bytes of its agent"
     )
     check_size(what, registration, SENT_BYTES)

@@ -30,7 +30,7 @@ from kvferry.errors import (
     WrongKey,
     WrongState,
 )
-from kvferry.geometry.model import AgentInfo, EngineGeometry
+from kvferry.geometry.model import AgentInfo, EngineGeometry, RankGeometry
 from kvferry.planner.path_choice import PathRule
 from kvferry.planner.plan import ReadPlan, plan_read
 from kvferry.v1 import geometry_pb2
@@ -64,7 +64,6 @@ class SourceEngine:
     plan: ReadPlan
 
     def plan_of(self, layers: frozenset[str] | None) -> ReadPlan:
-        """Return the plan, or its part for these layers."""
         return self.plan if layers is None else self.plan.of_layers(layers)
 
 
@@ -93,13 +92,12 @@ class SourceEngines:
     """The source engines of one destination rank. Belongs to the client's event loop.
 
     Args:
-        spec, reader, rank: the destination engine, and the index of its rank.
-        geometry: called with a deadline; returns the geometry of the whole destination engine. Called at the first
-            handshake, when all of the engine's ranks have registered.
+        spec, reader, rank: the destination engine and its rank.
+        own_home: the home of the destination engine.
         rule: chooses the paths of reads.
         measure: called with a home, an agent behind it and a deadline if costs are to be measured; returns a rule with
             the measured costs, or None.
-        drop: called with each engine that is dropped.
+        retire: called with the name of each agent of an engine that is dropped.
     """
 
     def __init__(
@@ -107,20 +105,24 @@ class SourceEngines:
         loop: Loop,
         spec: EngineSpec,
         reader: pb.EngineRef,
-        rank: int,
-        geometry: Callable[[float], Awaitable[EngineGeometry]],
+        rank: RankGeometry,
+        own_home: Control,
         rule: PathRule,
         measure: Callable[[str, AgentInfo, float], Awaitable[PathRule | None]],
-        drop: Callable[[SourceEngine], None],
+        retire: Callable[[str], None],
     ) -> None:
         self._loop = loop
         self._spec = spec
         self._reader = reader
         self._rank = rank
-        self._geometry = geometry
+        self._own_home = own_home
+        self._own: EngineGeometry | None = None
+        """The whole destination engine, once known."""
+        if spec.num_ranks == 1:
+            self._own = EngineGeometry(spec.engine_id, spec.groups, (rank,), spec.identity, reader.incarnation)
         self._rule = rule
         self._measure = measure
-        self._drop = drop
+        self._retire = retire
         self._slots: dict[SourceKey, _Slot] = {}
 
     async def get(
@@ -238,13 +240,13 @@ class SourceEngines:
     def _drop_where(self, chosen: Callable[[SourceKey, _Slot], bool]) -> None:
         for key in [key for key, slot in self._slots.items() if chosen(key, slot)]:
             source = self._slots.pop(key).source
-            if source is not None:
-                self._drop(source)
+            for agent in () if source is None else source.agents.values():
+                self._retire(agent.name)
 
     async def _handshake(self, home: Control, key: SourceKey, reference: str, deadline: float) -> SourceEngine:
         _, engine_id, incarnation = key
-        destination = await self._geometry(deadline)
-        mine = next(rank for rank in destination.ranks if rank.rank == self._rank)
+        destination = await self._destination(deadline)
+        mine = next(rank for rank in destination.ranks if rank.rank == self._rank.rank)
         request = pb.HandshakeRequest(
             engine_id=engine_id,
             incarnation=incarnation,
@@ -265,9 +267,18 @@ class SourceEngines:
                 return replace(source, plan=await self._loop.on_thread(partial(plan.choose_paths, rule), thread))
         return source
 
+    async def _destination(self, deadline: float) -> EngineGeometry:
+        """Return the geometry of the reader's own engine, which is fetched once, when all of its ranks have registered:
+        it does not change within an incarnation."""
+        if self._own is None:
+            reader = self._reader
+            request = pb.HandshakeRequest(engine_id=reader.engine_id, incarnation=reader.incarnation, reader=reader)
+            self._own = (await _handshaken(self._own_home, request, deadline)).geometry
+        return self._own
+
     def _planned(self, incarnation: bytes, destination: EngineGeometry, found: Handshaken) -> SourceEngine:
         source, engine_id = found.geometry, found.geometry.engine_id
-        plan = plan_read(source, destination, self._rank, rule=self._rule)
+        plan = plan_read(source, destination, self._rank.rank, rule=self._rule)
         if not found.has_agents:
             message = (
                 f"the home of engine {engine_id!r} returned only its geometry, because the reader gave no reference: "
@@ -291,12 +302,6 @@ def _agent(engine_id: str, incarnation: bytes, rank: int, agent: geometry_pb2.Ag
             f"engine {engine_id!r}, rank {rank}: {problem}", engine_id=engine_id, rank=rank, problem=problem
         )
     return agent_from_proto(agent)
-
-
-async def whole_engine(control: Control, token: pb.EngineRef, deadline: float) -> EngineGeometry:
-    """Return the geometry of the reader's own engine; waits until all of its ranks have registered."""
-    request = pb.HandshakeRequest(engine_id=token.engine_id, incarnation=token.incarnation, reader=token)
-    return (await _handshaken(control, request, deadline)).geometry
 
 
 async def _handshaken(home: Control, request: pb.HandshakeRequest, deadline: float) -> Handshaken:

@@ -287,7 +287,7 @@ class _Measurement:
         copy = Copy(columns, places, Cells(target, (rows, COLUMNS), (COLUMNS * cell, cell), cell), places)
         began = now()
         try:
-            self._pool.space.copy([copy])
+            self._pool.space.memory.copy([copy])
         except Exception as error:
             logger.exception("copies in staging memory were not measured")
             if isinstance(error, StillCopying):

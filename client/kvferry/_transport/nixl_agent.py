@@ -248,7 +248,6 @@ class ReadingAgent:
         return self._initialize(peer, self._list(memory.destination_kind, mine), self._list(memory.source_kind, theirs))
 
     def state(self, status: Any) -> HandleState:
-        """NIXL's status of a read as a `HandleState`."""
         if status == self._nixl.NIXL_SUCCESS:
             return HandleState.DONE
         return HandleState.MOVING if status == self._nixl.NIXL_IN_PROG else HandleState.ERROR

@@ -23,7 +23,6 @@ import numpy as np
 
 from kvferry._logs import Log
 from kvferry._transport import rdma_cards
-from kvferry._transport.locked_memory import too_little, too_little_to_begin
 from kvferry._transport.nixl_options import PROGRESS_DELAY_US, NixlOptions
 from kvferry.errors import NixlError, NixlMissing
 from kvferry.geometry.model import MemoryRegion
@@ -118,7 +117,7 @@ def new_agent(nixl: Any, name: str, options: NixlOptions, *, progress_thread: bo
     InfiniBand card, and other libraries fail when none are left: vLLM limits them for that reason. A rank of kvferry
     has two workers, of its serving agent and of its reading agent.
     """
-    problem = too_little_to_begin(options.ucx_tls) if options.backend == "UCX" else ""
+    problem = rdma_cards.too_little_to_begin(options.ucx_tls) if options.backend == "UCX" else ""
     if problem:
         raise NixlError(f"NIXL createBackend: {problem}", call="createBackend", peer="", problem=problem)
     config = nixl.nixlAgentConfig()
@@ -143,7 +142,6 @@ def register(nixl: Any, agent: Any, backend: Any, regions: Sequence[MemoryRegion
 
 
 def memory_type(nixl: Any, kind: MemoryKind) -> Any:
-    """NIXL's name for a memory kind."""
     return nixl.VRAM_SEG if kind is MemoryKind.VRAM else nixl.DRAM_SEG
 
 
@@ -155,7 +153,7 @@ def call(name: str, peer: str, function: Callable[[], T]) -> T:
         return function()
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-    if name == "registerMem" and (limit := too_little()):
+    if name == "registerMem" and (limit := rdma_cards.too_little()):
         problem += f"; {limit}"
     # Raised here, without a cause: a traceback would keep alive the agent that the caller may be about to destroy.
     about = f" (peer {peer!r})" if peer else ""

@@ -127,7 +127,6 @@ class Link:
 
     @property
     def over(self) -> bool:
-        """Whether the link can be dropped."""
         return (self.leaving or self.state is LinkState.BROKEN) and self.quiet and not self.queued
 
     def stuck(self, now: float) -> bool:
@@ -142,7 +141,6 @@ class Link:
         return max(((self._clock() if at is None else at) + self._fence for at in ended), default=None)
 
     def open(self) -> None:
-        """Add the peer and post its first read."""
         self.state = LinkState.WARMING
         try:
             self._agent.add_peer(self.info)
@@ -319,7 +317,6 @@ class Link:
         self._break(error)
 
     def _on_answer(self) -> None:
-        """The peer has answered its first read."""
         if self.state is LinkState.WARMING:
             self.state = LinkState.READY
             if not self._agent.over_tcp(self.info.name):
@@ -356,7 +353,6 @@ class Link:
 
 
 def _fail(works: deque[PeerWork], error: KvferryError) -> None:
-    """Take out all work, and fail it."""
     while works:
         works.popleft().owner.fail(error)
 

@@ -69,24 +69,23 @@ class PeerLinks:
         if name in self._links:
             self._links[name].leaving = True
 
-    def attach(self, agent: ReadingAgent, work: PeerWork) -> bool:
-        """Queue work for its peer, which is added if needed. False: that was impossible, and the work has failed."""
+    def attach(self, agent: ReadingAgent, work: PeerWork) -> None:
+        """Queue work for its peer, which is added if needed. If that is impossible, the work fails."""
         try:
             for space in work.spaces:
                 agent.add_space(space)
         except Exception as error:
             work.owner.fail(as_kvferry_error(error, f"staging memory of transfer {work.owner.label!r}"))
-            return False
+            return
         link = self.add(agent, work.info)
         if link.info.metadata_sha256 != work.info.metadata_sha256 or link.info.regions != work.info.regions:
             # Another agent has the same name: NIXL would go on with the old agent's metadata.
             link.leaving = True
         queue = link.waiting if link.state is LinkState.BROKEN or link.leaving else link.queued
         queue.append(work)
-        return True
 
     def settle(self, agent: ReadingAgent, now: float) -> bool:
-        """Judge deadlines, drop peers, and queue the work that waited for that. Returns whether any work was queued."""
+        """Judge deadlines, drop peers, and queue the work that waited for that. Returns whether there was any."""
         attached = False
         for link in self:
             link.settle(now)
@@ -97,7 +96,8 @@ class PeerLinks:
                 except NixlError as error:
                     logger.warning("peer %s was not removed: %s", link.info.name, error)
                 for work in link.waiting:
-                    attached |= self.attach(agent, work)
+                    self.attach(agent, work)
+                    attached = True
         return attached
 
     def take_unposted(self, given_up: Sequence[Link]) -> list[PeerWork]:
@@ -112,7 +112,6 @@ class PeerLinks:
         return unposted
 
     def take_blocked(self) -> list[PeerWork]:
-        """Take out the work that waits for staging slots."""
         blocked: list[PeerWork] = []
         for link in self:
             mine = [work for work in link.queued if work.blocked]
@@ -122,7 +121,6 @@ class PeerLinks:
         return blocked
 
     def fail_all(self, error: KvferryError) -> None:
-        """Fail all work: the agent cannot go on."""
         for link in self:
             link.fail_all(error)
 

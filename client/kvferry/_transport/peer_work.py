@@ -79,36 +79,30 @@ class Chunk:
     owner: ChunkOwner
 
 
+@dataclass(slots=True, eq=False)
 class PostedChunk:
-    """A posted chunk that has not been seen DONE."""
+    """A posted chunk that has not been seen DONE. `lost`: NIXL reported an error for the chunk. It may still write, and
+    no later answer of NIXL disproves that."""
 
-    __slots__ = ("handle", "lost", "owner", "size")
-
-    def __init__(self, handle: ReadHandle, owner: ChunkOwner, size: int) -> None:
-        self.handle = handle
-        self.owner = owner
-        self.size = size
-        self.lost = False
-        """NIXL reported an error for the chunk. It may still write, and no later answer of NIXL disproves that."""
+    handle: ReadHandle
+    owner: ChunkOwner
+    size: int
+    lost: bool = False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class FirstRead:
     """The owner of the first read from a peer, whose answer makes the link ready. The read counts as ended when its
     time-out is over."""
 
-    def __init__(self, until: float, answered: Callable[[], None]) -> None:
-        self._until = until
-        self._answered = answered
-
-    @property
-    def ended_at(self) -> float:
-        return self._until
+    ended_at: float
+    answered: Callable[[], None]
 
     def begin(self) -> bool:
         return True
 
     def landed(self, size: int) -> None:
-        self._answered()
+        self.answered()
 
     def fenced(self) -> None:
         pass

@@ -22,13 +22,12 @@ from typing import TypeAlias
 
 from kvferry._clock import LONGEST
 from kvferry._logs import Log
-from kvferry._transport.nixl_agent import AgentInfo, MakeReadingAgent, NixlError, ReadingAgent
+from kvferry._transport.nixl_agent import AgentInfo, NixlError, ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.peer_link import Link, LinkState
 from kvferry._transport.peer_links import PeerLinks
 from kvferry._transport.peer_work import PeerWork
 from kvferry.errors import KvferryError, TransferFailed
-from kvferry.geometry.model import MemoryRegion
 
 logger = Log(__name__)
 
@@ -56,37 +55,31 @@ class ReadingThread:
 
     Threading: `send`, `wake` and `close` may be called from any thread and never wait.
 
-    `reading` makes the agent, on the thread. `may_retire` is asked before the agent is retired; if False, the agent
+    `make` makes the agent, on the thread. `may_retire` is asked before the agent is retired; if False, the agent
     stays as it is. `moved_on` is called with each piece of unposted work when the agent is retired, and `gone` when the
-    thread has ended, with whether all that it posted is quiet. `keep`, the owner of the regions, is referenced until
-    the agent is destroyed.
+    thread has ended, with whether all that it posted is quiet.
     """
 
     def __init__(
         self,
         name: str,
-        regions: Sequence[MemoryRegion],
         options: NixlOptions,
         clock: Callable[[], float],
         *,
         may_retire: Callable[[], bool],
         moved_on: Callable[[PeerWork], None],
         gone: Callable[[ReadingThread, bool], None],
-        reading: MakeReadingAgent,
-        keep: object = None,
+        make: Callable[[], ReadingAgent],
     ) -> None:
         self.name = name
         self.retired = False
         self.moved = 0
         """Bytes that have arrived."""
-        self._regions = tuple(regions)
-        self._options = options
         self._clock = clock
         self._may_retire = may_retire
         self._moved_on = moved_on
         self._gone = gone
-        self._reading = reading
-        self._keep = keep
+        self._make = make
         self.accepting = True
         """Whether messages are accepted. Changed with the lock held, so that no message is added afterwards."""
         self._lock = threading.Lock()
@@ -162,13 +155,11 @@ class ReadingThread:
         return link is not None and link.copies
 
     def ready(self, info: AgentInfo) -> bool:
-        """Whether this peer is added and has answered."""
         link = self._links.of(info)
         return link is not None and link.state is LinkState.READY
 
     @property
     def peer_count(self) -> int:
-        """Peers that are added or are being added."""
         return len(self._links)
 
     @property
@@ -179,7 +170,7 @@ class ReadingThread:
         agent: ReadingAgent | None = None
         quiet = True
         try:
-            agent = self._reading(self.name, self._regions, self._options)
+            agent = self._make()
         except Exception as error:
             self.refusal = error if isinstance(error, KvferryError) else self._failed(error)
             logger.warning("reading agent %s could not be made: %s", self.name, self.refusal)
@@ -335,7 +326,6 @@ class ReadingThread:
         self._take_messages(None if until is None else min(max(0.0, until - now), threading.TIMEOUT_MAX))
 
     def _fail(self, error: KvferryError) -> None:
-        """Fail all work: the agent cannot go on."""
         for work in self._last_works():
             work.owner.fail(error)
         self._links.fail_all(error)

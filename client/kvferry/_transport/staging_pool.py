@@ -140,7 +140,6 @@ class StagingPool:
             return self._free.pop() if self._free and not self._waiting else None
 
     def pair(self, batch: Batch) -> MemoryPair:
-        """The address spaces of a batch's descriptors."""
         memory, region = batch.read.lane.memory, self.space.region
         return MemoryPair(memory.source_kind, memory.source_device, region.memory_kind, region.device)
 
@@ -266,7 +265,7 @@ class _Arrival:
         # Only the permutation writes to the destination's blocks, so they are quiet up to here.
         if complete and self._transfer.begin():
             try:
-                self._pool.space.copy(self._batch.copies(self._slot))
+                self._pool.space.memory.copy(self._batch.copies(self._slot))
             except Exception as error:
                 # An error of numpy or of the device: the batch did not reach its blocks.
                 self._transfer.fail(as_kvferry_error(error, f"transfer {self._transfer.label!r}: the permutation"))

@@ -15,7 +15,6 @@ import copy
 import enum
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from kvferry._threads import guarded
@@ -37,21 +36,7 @@ class TransferState(enum.Enum):
 
     @property
     def final(self) -> bool:
-        """Whether the state never changes again."""
         return self not in (TransferState.PENDING, TransferState.MOVING)
-
-
-@dataclass(frozen=True, slots=True)
-class TransferProgress:
-    """The progress of a transfer. `chunks` were seen DONE; `chunks_in_flight` may still write."""
-
-    state: TransferState
-    quiet: bool
-    bytes_done: int
-    bytes_total: int
-    descriptors: int
-    chunks: int
-    chunks_in_flight: int
 
 
 class Transfer:
@@ -64,20 +49,20 @@ class Transfer:
         error: None while the transfer goes on and when DONE. A `TransferError`'s `quiet` is kept current.
         deadline: until when bytes count; None: without a limit.
         ended_at: when the transfer ended: for DONE, after the last chunk was seen.
+        bytes_done, chunks: what was seen DONE so far.
+        chunks_in_flight: chunks that may write: posted, and neither seen DONE nor fenced.
     """
 
     def __init__(
         self,
         label: str,
         bytes_total: int,
-        descriptors: int,
         deadline: float | None,
         clock: Callable[[], float],
         wake: Callable[[], None],
     ) -> None:
         self.label = label
         self.bytes_total = bytes_total
-        self._descriptors = descriptors
         self.deadline = deadline
         self._clock = clock
         self._wake = wake
@@ -86,10 +71,7 @@ class Transfer:
         self.error: KvferryError | None = None
         self._told: list[TransferError] = []
         self.ended_at: float | None = None
-        self._bytes_done = 0
-        self._chunks = 0
-        self._outstanding = 0
-        """Chunks that may write: posted, and neither seen DONE nor fenced."""
+        self.bytes_done = self.chunks = self.chunks_in_flight = 0
         self._done_callbacks: list[Callable[[Transfer], None]] = []
         self._quiet_callbacks: list[Callable[[Transfer], None]] = []
         with self._changed:
@@ -99,19 +81,7 @@ class Transfer:
     @property
     def quiet(self) -> bool:
         """Whether the transfer has ended and nothing can write to its destination any more."""
-        return self.state.final and self._outstanding == 0
-
-    def progress(self) -> TransferProgress:
-        with self._changed:
-            return TransferProgress(
-                state=self.state,
-                quiet=self.quiet,
-                bytes_done=self._bytes_done,
-                bytes_total=self.bytes_total,
-                descriptors=self._descriptors,
-                chunks=self._chunks,
-                chunks_in_flight=self._outstanding,
-            )
+        return self.state.final and self.chunks_in_flight == 0
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the transfer's end. Returns whether it has ended."""
@@ -139,13 +109,11 @@ class Transfer:
             self._told.append(error)
             self._quiesce()
 
-    def extend(self, deadline: float) -> bool:
-        """Move the deadline, because the lease was renewed. It only moves forward, and a passed deadline stays passed.
-        Returns whether bytes still count."""
+    def extend(self, deadline: float) -> None:
+        """Move the deadline forward, because the lease was renewed. A passed deadline stays passed."""
         with self._changed:
             if self.deadline is not None and not self.state.final and self._clock() < self.deadline:
                 self.deadline = max(self.deadline, deadline)
-            return not self.state.final and (self.deadline is None or self._clock() < self.deadline)
 
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
         """Call `callback(transfer)` when the transfer has ended."""
@@ -177,15 +145,15 @@ class Transfer:
     def begin(self) -> bool:
         with self._changed:
             begins = self.goes_on()
-            self._outstanding += begins
+            self.chunks_in_flight += begins
             return begins
 
     def landed(self, size: int) -> None:
         with self._changed:
-            self._outstanding -= 1
-            self._chunks += 1
-            self._bytes_done += size
-            if self._bytes_done == self.bytes_total:
+            self.chunks_in_flight -= 1
+            self.chunks += 1
+            self.bytes_done += size
+            if self.bytes_done == self.bytes_total:
                 # The clock is read after the last chunk was seen, so a pause in between counts against the read (R1).
                 self._judge(self._clock())
                 if not self.state.final:
@@ -195,7 +163,7 @@ class Transfer:
 
     def fenced(self) -> None:
         with self._changed:
-            self._outstanding -= 1
+            self.chunks_in_flight -= 1
             self._quiesce()
         self._run_due()
 

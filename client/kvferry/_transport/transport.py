@@ -1,35 +1,42 @@
-"""The transport of one destination rank: makes transfers, and hands them to reading threads.
+"""The transport of one destination rank: makes transfers, and hands them to reading threads. Each thread is made when
+it is needed, and another one after it was retired.
 
-Threading: everything may be called from any thread. Only `Transport.close` waits, and nothing waits for NIXL (R11),
-which only the threads of `kvferry._transport.reading_thread` call.
+Threading: everything may be called from any thread. Only `Transport.prepare` and `close` wait, and nothing waits for
+NIXL (R11), which only the threads of `kvferry._transport.reading_thread` call.
 """
 
 from __future__ import annotations
 
+import os
+import secrets
+import socket
 import threading
+import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeAlias
 
 from kvferry._clock import now
+from kvferry._logs import Log
 from kvferry._memory.access import StagingSpace
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._transport.bounds import RegionMap, check_agent, check_descriptors
 from kvferry._transport.nixl_agent import AgentInfo, MakeReadingAgent, ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.peer_work import PeerWork, as_kvferry_error
-from kvferry._transport.reading_threads import ReadingThreads
+from kvferry._transport.reading_thread import ReadingThread
 from kvferry._transport.staging_pool import StagedWork, StagingOptions, StagingPool
-from kvferry._transport.transfer import Transfer, TransferProgress, TransferState
+from kvferry._transport.transfer import Transfer, TransferState
 from kvferry.errors import Closed, InvalidField
-from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import MemoryKind
-from kvferry.planner.descriptors import Descriptors
 from kvferry.planner.expansion import SourceDescriptors
 from kvferry.planner.footprint import AT_ONCE
 from kvferry.planner.staged_read import StagedRead
 from kvferry.stats import TransportGauges
 
-__all__ = ["Transfer", "TransferPart", "TransferProgress", "TransferState", "Transport"]
+__all__ = ["Transfer", "TransferPart", "TransferState", "Transport"]
+
+logger = Log(__name__)
 
 SHARED_READ = 8 << 20
 """Bytes read from one peer from which several threads share the read, where posts copy."""
@@ -46,35 +53,42 @@ be touched."""
 class Transport:
     """Reads into one destination rank's memory. Its agents are made by `reading` when needed, each with its thread.
 
-    Unmapping `regions` while a read is not quiet crashes the process. So `keep`, their owner, is referenced for as long
-    as an agent may write to them, even if the transport itself is no longer referenced. `memory` is that of the
-    regions, used to permute small pieces; None: host memory only. Deadlines are on `clock`, which is monotonic.
+    Unmapping `memory` while a read is not quiet crashes the process. So the threads reference the transport, and with
+    it the memory, for as long as an agent may write to it. Deadlines are on `clock`, which is monotonic.
+
+    Attributes:
+        places: the threads that get new work; None where no thread was needed so far.
+        living: all threads that have not ended, retired ones included.
     """
 
     def __init__(
         self,
-        regions: Sequence[MemoryRegion],
+        memory: RankMemory,
         options: NixlOptions | None = None,
         *,
         reading: MakeReadingAgent = ReadingAgent,
         staging: StagingOptions | None = None,
-        memory: RankMemory | None = None,
-        keep: object = None,
         clock: Callable[[], float] = now,
     ) -> None:
-        self._regions = tuple(regions)
-        self._map = RegionMap("this rank", self._regions)
+        self._memory = memory
+        self._options = options or NixlOptions()
+        self._reading = reading
+        self._map = RegionMap("this rank", memory.regions)
         self._staging = staging or StagingOptions()
-        self._memory = memory or RankMemory()
         self._pools: dict[tuple[MemoryKind, int], StagingPool] = {}
         self._making_pool = threading.Lock()
         """Held while staging memory is made, which may wait for a device. Nothing else may wait for that: an engine's
         step that cancels a read takes the other lock."""
         self._clock = clock
         self._lock = threading.Lock()
-        self._threads = ReadingThreads(
-            self._regions, options or NixlOptions(), lock=self._lock, reading=reading, keep=keep, clock=clock
-        )
+        self._closed = False
+        """No other thread is made. Set with the lock held."""
+        self.places: list[ReadingThread | None] = [None] * self._options.most_reading_agents
+        self._spread = self._options.reading_agents or 1
+        """Threads over which peers are spread. The other threads only take part in large reads."""
+        self.living: set[ReadingThread] = set()
+        self._moved_before = 0
+        self._agents_retired = 0
         self._peers: dict[str, tuple[AgentInfo, RegionMap]] = {}
         """The last checked peers, by name."""
         self._transfers: set[Transfer] = set()
@@ -109,7 +123,7 @@ class Transport:
         room = AT_ONCE
         local = self._map
         if spaces:
-            local = RegionMap("this rank", (*self._regions, *(space.region for space in spaces)))
+            local = RegionMap("this rank", (*self._map.regions, *(space.region for space in spaces)))
         for index, (peer, part) in enumerate(parts):
             info = infos.setdefault(peer.name, peer)
             if info is not peer and info != peer:
@@ -122,19 +136,10 @@ class Transport:
                     room -= part.footprint.check(some, room)
                 if room < 0:
                     late.add(index)
-        every: list[Descriptors | StagedRead] = []
-        for _, part in parts:
-            every += [*part.descriptors, *part.staged]
-        transfer = Transfer(
-            label,
-            sum(some.total_bytes for some in every),
-            sum(some.count for some in every),
-            deadline,
-            self._clock,
-            self._threads.wake,
-        )
+        size = sum(part.total_bytes for _, part in parts)
+        transfer = Transfer(label, size, deadline, self._clock, self._wake)
         with self._lock:
-            if self._threads.closed:
+            if self._closed:
                 raise Closed("the transport was closed")
             if not transfer.state.final:
                 self._transfers.add(transfer)
@@ -160,7 +165,7 @@ class Transport:
                         "device", device, f"one that a registered tensor lies on: {sorted(self._memory.devices)}"
                     )
                 space = memory.allocate(options.slot_bytes * options.slots)
-                pool = StagingPool(space, options.slot_bytes, self._threads.wake)
+                pool = StagingPool(space, options.slot_bytes, self._wake)
                 with self._lock:
                     self._pools[kind, device] = pool
             return pool
@@ -169,7 +174,8 @@ class Transport:
         """Connect to a peer ahead of the first read. Returns at once; a failed connection shows in the read. Raises
         `BadAgentMetadata` and `Closed` as `start`."""
         self._checked(peer)
-        self._threads.warm(peer)
+        while not self.thread_of(peer.name).send(peer):
+            pass
 
     def prepare(self, timeout: float = 0.0) -> None:
         """Make the reading agents ahead of the first read: importing NIXL and making an agent take most of a second.
@@ -177,29 +183,44 @@ class Transport:
         Waits `timeout` seconds for the agents; 0: returns at once. Raises `NixlError` or `NixlMissing` if they could
         not be made in time, and `Closed`.
         """
-        self._threads.prepare(timeout)
+        threads = [self._thread_at(place) for place in range(self._spread)]
+        until = self._clock() + timeout
+        for thread in threads if timeout else ():
+            thread.wait_made(max(0.0, until - self._clock()))
 
     def retire(self, peer_name: str) -> None:
         """Drop a peer as soon as all reads from it have ended and are quiet. The next read adds it again."""
         with self._lock:
             self._peers.pop(peer_name, None)
-        self._threads.retire_peer(peer_name)
+        for thread in self._all_threads():
+            thread.send(peer_name)
+
+    def thread_of(self, peer_name: str) -> ReadingThread:
+        """The thread that reads from a peer; a new thread if the last was retired. Raises `Closed`."""
+        return self._thread_at(self._place_of(peer_name))
 
     def gauges(self) -> TransportGauges:
         with self._lock:
-            transfers, pools = tuple(self._transfers), tuple(self._pools.values())
+            transfers, pools, threads = tuple(self._transfers), tuple(self._pools.values()), tuple(self.living)
             quiesced, quarantined = self._quiesced, self._quarantined_bytes
+            moved, retired = self._moved_before, self._agents_retired
         ended = [transfer for transfer in transfers if transfer.state.final]
         # A quiet transfer may be among them for a moment, until its callbacks run.
         uncertain = [transfer for transfer in ended if not transfer.quiet]
-        found = self._threads.counts()
-        found.transfers = len(transfers) - len(ended)
-        found.uncertain = len(uncertain)
-        found.quiesced = quiesced
-        found.staging_slots = sum(pool.in_use for pool in pools)
-        found.uncertain_bytes = sum(transfer.bytes_total for transfer in uncertain)
-        found.quarantined_bytes = quarantined
-        return found
+        return TransportGauges(
+            transfers=len(transfers) - len(ended),
+            uncertain=len(uncertain),
+            quiesced=quiesced,
+            bytes_moved=moved + sum(thread.moved for thread in threads),
+            chunks_in_flight=sum(thread.chunks_in_flight for thread in threads),
+            staging_slots=sum(pool.in_use for pool in pools),
+            agents=len(threads),
+            retired_agents=sum(thread.retired for thread in threads),
+            peers=sum(thread.peer_count for thread in threads),
+            uncertain_bytes=sum(transfer.bytes_total for transfer in uncertain),
+            quarantined_bytes=quarantined,
+            agents_retired=retired,
+        )
 
     def close(self, timeout: float = 10.0) -> bool:
         """Cancel the transfers that have not ended, and end the agents once all is quiet. Idempotent.
@@ -210,11 +231,15 @@ class Transport:
         """
         until = self._clock() + timeout
         with self._lock:
-            self._threads.closed = True
+            self._closed = True
             transfers = tuple(self._transfers)
         for transfer in transfers:
             transfer.cancel()
-        return self._threads.close(until)
+        threads = self._all_threads()
+        for thread in threads:
+            thread.close()
+        ended = [thread.join(max(0.0, until - self._clock())) for thread in threads]
+        return all(ended)
 
     def _checked(self, peer: AgentInfo) -> RegionMap:
         """A peer's readable regions; raises `BadAgentMetadata` if its metadata are not the announced ones."""
@@ -240,9 +265,10 @@ class Transport:
     ) -> None:
         size = sum(some.total_bytes for some in part.descriptors)
         if size:
-            copies = self._threads.copies(peer)
+            home = self.places[self._place_of(peer.name)]
+            copies = home is not None and home.copies(peer)
             # Unchecked chunks are not shared: the check would hold up both threads.
-            helpers = self._threads.helpers(peer) if copies and size >= SHARED_READ and not unchecked else []
+            helpers = self._helpers(peer) if copies and size >= SHARED_READ and not unchecked else []
             work = PeerWork(
                 transfer,
                 peer,
@@ -253,7 +279,7 @@ class Transport:
                 copies=copies,
                 threads=1 + len(helpers),
             )
-            self._threads.submit(work)
+            self._submit(work)
             for helper in helpers:
                 # If the helper is closed or retired by now, the others read its part.
                 helper.send(work)
@@ -263,7 +289,7 @@ class Transport:
             by_space.setdefault((memory.destination_kind, memory.destination_device), []).append(staged)
         for space, reads in by_space.items():
             work = StagedWork(transfer, peer, reads, self.pool(*space), self._clock(), part.footprint)
-            self._threads.submit(work)
+            self._submit(work)
 
     def _ended(self, transfer: Transfer) -> None:
         with self._lock:
@@ -277,3 +303,82 @@ class Transport:
             if transfer in self._uncertain:
                 self._uncertain.discard(transfer)
                 self._quiesced += 1
+
+    def _submit(self, work: PeerWork) -> None:
+        """Hand work to the thread that reads from its peer. If there is no such thread, the work fails and nothing is
+        raised: a retired thread hands on its unposted work here, and must go on."""
+        try:
+            while not self.thread_of(work.info.name).send(work):
+                pass
+        except Exception as error:
+            work.owner.fail(as_kvferry_error(error, f"the start of transfer {work.owner.label!r}"))
+
+    def _wake(self) -> None:
+        for thread in self._all_threads():
+            thread.wake()
+
+    def _all_threads(self) -> tuple[ReadingThread, ...]:
+        with self._lock:
+            return tuple(self.living)
+
+    def _place_of(self, peer_name: str) -> int:
+        return zlib.crc32(peer_name.encode()) % self._spread
+
+    def _thread_at(self, place: int) -> ReadingThread:
+        with self._lock:
+            thread = self.places[place]
+            if thread is None or not thread.accepting:
+                if self._closed:
+                    raise Closed("the transport was closed")
+                name = f"kvferry/{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(6)}/reading"
+                thread = ReadingThread(
+                    name,
+                    self._options,
+                    self._clock,
+                    may_retire=self._may_retire,
+                    moved_on=self._submit,
+                    gone=self._gone,
+                    make=partial(self._reading, name, self._memory.regions, self._options),
+                )
+                self.places[place] = thread
+                self.living.add(thread)
+            return thread
+
+    def _helpers(self, peer: AgentInfo) -> list[ReadingThread]:
+        """The other threads that take part in a large read from a peer: those connected to the peer. The rest connect
+        meanwhile, for the next read."""
+        home = self._place_of(peer.name)
+        ready = []
+        for place in range(len(self.places)):
+            helper = None if place == home else self._helper_at(place)
+            if helper is not None and helper.ready(peer):
+                ready.append(helper)
+            elif helper is not None:
+                helper.send(peer)
+        return ready
+
+    def _helper_at(self, place: int) -> ReadingThread | None:
+        """A thread that may take part in reads; None: no thread can be had, and reads go on without it."""
+        known = self.places[place]
+        if known is not None and known.refusal is not None:
+            # Another attempt takes long, and is not worth it for each large read.
+            return None
+        try:
+            return self._thread_at(place)
+        except Exception as error:
+            logger.info("large reads are not shared with another thread: %r", error)
+            return None
+
+    def _may_retire(self) -> bool:
+        with self._lock:
+            may = sum(thread.retired for thread in self.living) < self._options.retired_agents
+            self._agents_retired += may
+            return may
+
+    def _gone(self, thread: ReadingThread, quiet: bool) -> None:
+        # First the reason, then the gauge that shows it.
+        if not quiet:
+            logger.error("reading agent %s could not be destroyed", thread.name)
+        with self._lock:
+            self.living.discard(thread)
+            self._moved_before += thread.moved

@@ -11,8 +11,8 @@ steps and worker outputs are plain values: they can be pickled, and `plain` conv
 """
 
 from kvferry._memory.tails import Tails as Tails
-from kvferry._reads.read_times import ReadTimes as ReadTimes
-from kvferry._reads.read_times import ShareWork as ShareWork
+from kvferry._reads.leased_read import ReadTimes as ReadTimes
+from kvferry._reads.leased_read import ShareWork as ShareWork
 from kvferry._wire.publication import Told as Told
 from kvferry.engine.scheduler import SchedulerPort as SchedulerPort
 from kvferry.engine.scheduler import SchedulerStats as SchedulerStats

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from kvferry._control.acquisition import AcquireRequest
+from kvferry._control.acquisition import Acquired, AcquireRequest
 from kvferry._control.block_use import Writes
 from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.lease_holder import LeaseHolder
@@ -249,10 +249,9 @@ class Reads(LeasedReads[SchedulerRead]):
 
     # `LeasedReads`, which documents these, calls them with the lock held.
 
-    def on_granted(self, read: SchedulerRead) -> None:
+    def on_granted(self, read: SchedulerRead, acquired: Acquired) -> None:
         self._waiting -= 1
-        if read.acquired is not None:
-            read.offer = offer_of(read, read.acquired)
+        read.offer = offer_of(read, acquired)
         self._changed[read.request_id] = None
         self.news.tell()
 

@@ -14,7 +14,7 @@ from types import NoneType
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from kvferry._arguments import flag, integer, mapping, several, text, texts, token_range
-from kvferry._reads.read_times import ReadTimes, ShareWork
+from kvferry._reads.leased_read import ReadTimes, ShareWork
 from kvferry._wire.publication import Told
 from kvferry.errors import InvalidField, KvferryError, from_name
 from kvferry.geometry.blocks import BlockRuns, Blocks, Unfinished

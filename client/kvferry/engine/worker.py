@@ -12,13 +12,14 @@ from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, Cache, runtime_of
 from kvferry._client import CLOSE_TIMEOUT, Client, announce, discard, register_memory
 from kvferry._control.granted_steps import GrantedPart
+from kvferry._control.reader_lease import ReaderLease
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing
 from kvferry._loop import News
-from kvferry._memory.declared import Declared
+from kvferry._memory.declared import Declared, describe
 from kvferry._memory.tails import Tails
-from kvferry._reads.local_rank import LocalRank, describe
-from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease, Wanted
+from kvferry._reads.rank_read import RankOrder, RankRead, Wanted
+from kvferry._reads.runtime import LocalRank
 from kvferry._wire.token import EngineToken
 from kvferry.engine.values import Grant, GrantStep, Offer, RankEnd, WorkerOutput
 from kvferry.errors import InvalidField, TransferCancelled, WrongState
@@ -186,7 +187,7 @@ class WorkerPort(Closing):
             incarnation=grant.incarnation,
             publication=grant.publication,
             reference=grant.reference,
-            lease=SchedulersLease(grant.lease_id),
+            lease=ReaderLease.without_end(grant.lease_id),
             granted=GrantedPart(
                 blocks=grant.blocks(), complete=arguments.flag("complete", grant.complete), unfinished=grant.unfinished
             ),
@@ -338,7 +339,8 @@ class WorkerPort(Closing):
         read = self._reads.get(read_id)
         if read is not None:
             for step in self._steps.take(read_id):
-                if step.lease_id and isinstance(read.order.lease, SchedulersLease):
+                if step.lease_id:
+                    # After a restart of its home, a lease has another id.
                     read.order.lease.lease_id = step.lease_id
                 more = GrantedPart(step.blocks(), complete=step.last, unfinished=step.unfinished)
                 runtime_of(self.cache).loop.call(partial(read.add, more))

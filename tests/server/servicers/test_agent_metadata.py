@@ -25,7 +25,6 @@ from kvferry.errors import (
     PublicationStale,
     WrongKey,
 )
-from kvferry.geometry import EngineGeometry
 from kvferry.planner import PathRule
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -212,15 +211,13 @@ def test_stranger_gets_no_agents_by_any_call(server: tuple[Kvferryd, Authority],
         with pytest.raises(WrongKey):
             home.handshake(asked, TIMEOUT)
         # A reader that needs agents gets an error that names the missing reference.
-        geometry = EngineGeometry("decode", (FULL,), (rank_geometry(),), {"model": "m"})
         spec = EngineSpec("decode", (FULL,), identity={"model": "m"})
-
-        async def whole(_: float) -> EngineGeometry:
-            return geometry
 
         async def unmeasured(*_: object) -> None: ...
 
-        peers = SourceEngines(home.loop, spec, proto(D), 0, whole, PathRule(), unmeasured, lambda _: None)
+        peers = SourceEngines(
+            home.loop, spec, proto(D), rank_geometry(), home.control, PathRule(), unmeasured, lambda _: None
+        )
 
         def get(reference: str) -> SourceEngine:
             until = now() + TIMEOUT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 from kvferry import Blocks, EngineGeometry, plan_read
-from kvferry._memory.host import HostAccess
+from kvferry._memory.access import HostAccess
 from kvferry.planner import Path, PathRule
 from kvferry.planner.descriptors import Descriptors
 from tests.support.simulated_memories import copies
@@ -29,7 +29,7 @@ def move(
             for read in part.staged:
                 for batch in read.batches(space.region.length):
                     copy(batch.descriptors(space.region.base, read.lane.memory))
-                    space.copy(batch.copies(space.region.base))
+                    space.memory.copy(batch.copies(space.region.base))
 
 
 def copy(descriptors: Descriptors) -> None:
