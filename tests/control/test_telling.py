@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Generator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from kvferry._control.lease_holder import Answer, LeaseHolder
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.retrying import retrying
 from kvferry._tracing import NO_SPAN, Span
+from kvferry._wire.channel import TlsContent
 from kvferry._wire.status import to_notification_error
 from kvferry.errors import (
     Closed,
@@ -305,6 +307,31 @@ def test_a_closed_connection_raises_closed(tmp_path: Path) -> None:
             server.loop.run(control.notify(pb.NotifyRequest()))
         with pytest.raises(Closed):
             next(BlockingControl("", control=control).watch(pb.WatchRequest()))
+
+
+def test_a_closed_connection_ends_the_calls_of_an_earlier_channel(tmp_path: Path) -> None:
+    with scripted(tmp_path) as (server, control):
+        release = threading.Event()
+
+        def notify(request: pb.NotifyRequest) -> list[pb.NotificationResult]:
+            release.wait(30)
+            return [DONE for _ in request.notifications]
+
+        server.notify = notify
+        calls = list[Future[list[NotificationAnswer]]]()
+        for count in (1, 2):
+            # As when the TLS files hold something else by now.
+            control._shown = TlsContent(None, None, None)
+            request = pb.NotifyRequest(notifications=[pb.Notification()])
+            calls.append(server.loop.submit(control.notify(request, 60)))
+            server.until(partial(lambda count: len(server.notified) == count, count))
+        on_loop(server.loop, control.close)
+        try:
+            for call in calls:
+                with pytest.raises(Closed):
+                    call.result(20)
+        finally:
+            release.set()
 
 
 def test_the_reports_of_several_reads_go_in_one_call_and_each_gets_its_verdict(
