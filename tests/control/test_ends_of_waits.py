@@ -24,8 +24,8 @@ LONG = 3600.0
 
 def opened(fabric: Fabric) -> tuple[Client, EngineSession]:
     client, spec = fabric.client(), EngineSpec("p", (Group("full", block_tokens=16, num_blocks=64),))
-    client.register_cache(spec, tensors={"layer": np.zeros((2, 64, 1, 16, 4), np.float32)}, axes=AXES)
-    return client, client._sessions["p"]
+    cache = client.register_cache(spec, tensors={"layer": np.zeros((2, 64, 1, 16, 4), np.float32)}, axes=AXES)
+    return client, cache.session
 
 
 def kept() -> int:

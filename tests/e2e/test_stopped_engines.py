@@ -173,7 +173,7 @@ def test_session_secret_is_needed_to_retire_an_engine_and_a_late_notice_harms_no
     session.publish("lives", {"full": Blocks([1])})
     session.close()
     successor, cache = fabric.client(), memory()
-    successor.register_cache(spec(name), tensors=cache, axes=AXES, timeout=WITHIN)
+    registered = successor.register_cache(spec(name), tensors=cache, axes=AXES, timeout=WITHIN)
     with pytest.raises(PeerRestarted):
         retire(engine_ref(token), token.session_secret)
     request = pb.WatchRequest(
@@ -181,7 +181,7 @@ def test_session_secret_is_needed_to_retire_an_engine_and_a_late_notice_harms_no
     )
     with pytest.raises(PeerRestarted):
         next(control.watch(request))
-    assert successor._sessions[name].publish("lives", {"full": Blocks([1])}).number == 1
+    assert registered.session.publish("lives", {"full": Blocks([1])}).number == 1
 
 
 def _start(address: str, name: str, pipe: Connection) -> None:

@@ -488,7 +488,7 @@ def test_a_scheduler_counts_its_reads(scheduler: Scheduler) -> None:
     own = {"published": 20, "released": 21, "refused": 22}
     reads = {each.name: 30 + place for place, each in enumerate(fields(SchedulerStats)) if each.name not in own}
     # The stages of reads that are over are counted, too.
-    scheduler.reads.answers["counted"] = Counter(reads, refused=5, ended=6)
+    scheduler.reads.answers["counted"] = Counter({**reads, "refused": 5, "ended": 6})
     assert asdict(port.stats()) == {**reads, **own}
 
 
