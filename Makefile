@@ -67,8 +67,8 @@ test: setup ## Run the tests of what a user notices, in about six minutes on two
 ALONE := tests/faults/test_network.py
 
 # These wait for what ends by its time, and compute little: one more process runs them beside the others.
-WAITING := $(addprefix tests/,faults/test_processes.py faults/test_sources_and_readers.py server/node/test_stopped_peers.py \
-	e2e/test_stopped_engines.py)
+WAITING := tests/faults/test_processes.py tests/faults/test_sources_and_readers.py \
+	tests/server/node/test_stopped_peers.py tests/e2e/test_stopped_engines.py
 
 test-slow: setup node ## Run the rest: faults, processes, deployment, browsers, all examples of properties (WORKERS=)
 	@base=$$(mktemp -d) && trap 'rm -rf "$$base"' EXIT && export KVFERRY_EXAMPLES=full && $(PYTEST)/a $(ALONE) && { \
