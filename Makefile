@@ -66,9 +66,15 @@ test: setup ## Run the tests of what a user notices, in about six minutes on two
 # process.
 ALONE := tests/faults/test_network.py
 
+# These wait for what ends by its time, and compute little: one more process runs them beside the others.
+WAITING := tests/faults/test_processes.py tests/faults/test_sources_and_readers.py \
+	tests/server/node/test_stopped_peers.py tests/e2e/test_stopped_engines.py
+
 test-slow: setup node ## Run the rest: faults, processes, deployment, browsers, all examples of properties (WORKERS=)
-	@base=$$(mktemp -d) && trap 'rm -rf "$$base"' EXIT && export KVFERRY_EXAMPLES=full && \
-		$(PYTEST) $(ALONE) && $(PYTEST) -m 'slow or property' $(PARALLEL) --ignore $(ALONE)
+	@base=$$(mktemp -d) && trap 'rm -rf "$$base"' EXIT && export KVFERRY_EXAMPLES=full && $(PYTEST)/a $(ALONE) && { \
+		$(PYTEST)/w $(WAITING) >"$$base/log" 2>&1 & waiting=$$!; others=0; \
+		$(PYTEST)/o -m 'slow or property' $(PARALLEL) $(addprefix --ignore ,$(ALONE) $(WAITING)) || others=$$?; \
+		wait $$waiting || others=$$?; cat "$$base/log"; exit $$others; }
 
 # What numpy computes, protobuf encodes and grpcio calls, on the oldest that pyproject.toml allows: numpy 1.26 adds and
 # multiplies by other rules than numpy 2, and the add-ons for protobuf 4 are other ones. UCX is the same: one of its

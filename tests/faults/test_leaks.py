@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 WARM_UP = 2 * LAST_READS
 """Requests before the first look. A home keeps its last reads on purpose, so many and no more; it has them all by then,
 as seven or eight of ten requests are read."""
-REQUESTS = int(os.environ.get("KVFERRY_LEAK_REQUESTS", "1500"))
+REQUESTS = int(os.environ.get("KVFERRY_LEAK_REQUESTS", "1000"))
 """`make soak` asks for 10,000."""
 CHANCE = 10
 """Threads, files, or objects of one type that may come and go while nothing is asked. Of a leak there would be one for
@@ -32,7 +32,7 @@ TIMES = Times(ttl=10.0, max_ttl=10.0, engine_ttl=10.0, hold=10.0, final=20.0, ma
 """Longer than ten requests at once take on a busy machine, and short enough that what they hold ends within `SOON`."""
 GROWTH = 24 << 20
 """Bytes by which a process may grow: allocators keep some of what was freed. 1,000 requests that leaked 32 KiB each
-would be found, 1,500 that leaked 18, and 10,000 that leaked 3."""
+would be found, and 10,000 that leaked 3."""
 
 
 # 10,000 requests take a minute and a half on two idle cores.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -267,8 +268,10 @@ class Pair:
 
     def __init__(self, prefill: Host, decode: Host) -> None:
         self.prefill, self.decode = prefill, decode
-        self.source = Source(open_engine([prefill.engines], "prefill"))
-        self.reader = Reader(open_engine([decode.engines], "decode", serve=False, options=SLOW))
+        with ThreadPoolExecutor() as opening:
+            source = opening.submit(open_engine, [prefill.engines], "prefill")
+            reader = opening.submit(open_engine, [decode.engines], "decode", serve=False, options=SLOW)
+        self.source, self.reader = Source(source.result()), Reader(reader.result())
         self.reader.warm(self.source)
 
     @property

@@ -8,6 +8,7 @@ from kvferry.errors import TransferExpired, TransferFailed
 from tests.rdma.hosts.played_host import PATIENCE, SOON, TIMES, Pair
 
 
+@pytest.mark.slow
 def test_a_source_may_pause_for_a_moment(pair: Pair) -> None:
     request, reading = pair.moving(timeout=SOON)
     before = pair.decode.counter("completer_retry_err")

@@ -8,15 +8,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from kvferry.errors import KvferryError
 from kvferry_server.domain.times import Times
 from tests.support.faults.fault_engines import Source
 from tests.support.faults.fault_world import World
-from tests.support.faults.playing import PATIENT, judge_read, judge_release, moving, nothing_left, play, refused, works
+from tests.support.faults.playing import PATIENT, judge_read, judge_release, moving, nothing_left, play, works
 from tests.support.faults.processes import SOON
 from tests.support.faults.scenario import Scenario
 from tests.support.faults.verbs_scenarios import (
@@ -45,25 +46,30 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def only_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """The world of all tests here."""
-    with pytest.MonkeyPatch.context() as patch:
+def everybody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, Source]]:
+    """The world of all tests here, and one more source at its home. They start together, which takes a minute."""
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor() as starting:
         # In the environment, which comes before the options: a list of transports cannot be an option.
         patch.setenv("UCX_TLS", VERBS)
-        world = World(tmp_path_factory.mktemp("world"), times=TIMES, one_sided=True, **READING)
+        folder = tmp_path_factory.mktemp("world")
+        world = World(folder, times=TIMES, one_sided=True, **READING)
+        other = Source(world.home, folder, ucx_tls="")
         try:
+            ready = starting.submit(other.ready)
             works(world.ready())
-            yield world
+            ready.result()
+            yield world, other
         finally:
+            other.close()
             world.close()
 
 
 @pytest.fixture
-def world(only_world: World) -> World:
+def world(everybody: tuple[World, Source]) -> World:
     """A world that works."""
-    if not only_world.sound:
+    if not everybody[0].sound:
         pytest.skip("the test before left its world broken")
-    return only_world
+    return everybody[0]
 
 
 def _scenarios() -> list[object]:
@@ -111,19 +117,23 @@ def test_a_read_can_be_cancelled_between_chunks(world: World) -> None:
     world.sound = True
 
 
-def test_a_source_that_is_killed_fails_only_its_own_reads(world: World, tmp_path: Path) -> None:
+def test_a_source_that_is_killed_fails_only_its_own_reads(world: World, everybody: tuple[World, Source]) -> None:
     """Its home notifies its readers, whose blocks are quiet at once; no other read is affected."""
     world.sound = False
-    other = Source(world.home, tmp_path, ucx_tls="").ready()
-    try:
-        closing = world.spare.ready()
-        for reader in (world.reader, closing):
-            warmed = reader.read(other.publish(), timeout=PATIENT)
-            assert warmed.outcome(PATIENT).error is None
-            assert warmed.wait_quiet(SOON)
-        second, going_on = world.source.publish(), other.publish()
+    living, killed = world.source, everybody[1]
+    closing = world.spare.ready()
+    for reader, source in ((world.reader, killed), (closing, living)):
+        warming = source.publish()
+        warmed = reader.read(warming, timeout=PATIENT)
+        assert warmed.outcome(PATIENT).error is None
+        assert warmed.wait_quiet(SOON)
+        assert source.released(warming, SOON).outcome.name == "READ"
+    second, going_on = killed.publish(), living.publish()
+    with pytest.MonkeyPatch.context() as patch:
+        # The source that is read and judged.
+        patch.setattr(world, "source", killed)
         request, reading = moving(world, [world.reader.process], PATIENT)
-        world.source.second.kill()
+        killed.second.kill()
         world.reader.process.resume()
         reading.number = world.reader.process.answer()[0]
         beside = world.reader.read(going_on, timeout=PATIENT)
@@ -139,10 +149,11 @@ def test_a_source_that_is_killed_fails_only_its_own_reads(world: World, tmp_path
         assert world.reader.right()
         assert world.reader.gauges().agents_retired == 1
         judge_release(world, request, SOURCE_LOST.expected)
-    finally:
-        other.close()
-    world.restart_source()
-    refused(world, request)
+    again = world.reader.read(request, timeout=5.0)
+    assert isinstance(again.outcome(PATIENT).error, KvferryError)
+    assert again.wait_quiet(SOON)
+    killed.scheduler.kill()
+    assert living.released(going_on, SOON).outcome.name == "READ"
     works(world)
     nothing_left(world)
     assert closing.right()

@@ -17,7 +17,7 @@ from typing import Any
 from tests.support.machines.image import EMULATOR, Image
 from tests.support.repository import ROOT
 
-BOOT = 120
+BOOT = 300
 """Seconds that a machine may take to boot; on an idle host it takes five."""
 ANSWER = 120.0
 """Seconds that a command may take in a machine that runs."""
