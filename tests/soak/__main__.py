@@ -30,7 +30,7 @@ from tests.support import etcd, pairwise
 from tests.support.faults.fault_world import World
 from tests.support.faults.interruptions import Storm
 from tests.support.faults.load import serve_mixed
-from tests.support.faults.playing import nothing_left, play
+from tests.support.faults.playing import nothing_left, play, works
 from tests.support.faults.scenarios import MACHINES, PROCESSES, WITHOUT_A_LEASE
 from tests.support.geometry_cases import CASES, Case
 from tests.support.held_ranks import hold_sources, move
@@ -194,6 +194,8 @@ class Soak:
         if self._world is None:
             self._worlds += 1
             self._world = self._new_world().ready()
+            # A scenario stops a source in the middle of a read, and not while a reading agent first meets it.
+            works(self._world)
             addresses = [self._world.home.listen, self._world.node.address]
             self._hostile = Hostile(addresses, self._seed + self._worlds)
         return self._world

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -12,6 +13,8 @@ from kvferry._clock import now
 
 SETTLES = 4
 """The first part of a process's life, one in so many, in which it grows to its size."""
+STARTS = 20.0
+"""Seconds that belong to it at least: a process that is started again on a busy machine."""
 GROWTH = 48 << 20
 """Bytes by which a process may grow after that: allocators keep some of what was freed."""
 FILES = 24
@@ -42,7 +45,12 @@ class Line:
     @property
     def settled(self) -> slice:
         """After it has grown to its size."""
-        return slice(len(self.times) // SETTLES, None)
+        return slice(max(bisect_right(self.times, self.times[0] + STARTS), len(self.times) // SETTLES), None)
+
+    @property
+    def says(self) -> bool:
+        """Whether it was looked at often enough after that."""
+        return len(self.times[self.settled]) >= SAMPLES
 
     @property
     def slope(self) -> float:
@@ -61,7 +69,7 @@ class Line:
 
     def problems(self) -> list[str]:
         """What has grown that should be flat."""
-        if not self.bounded or len(self.times) < SAMPLES:
+        if not (self.bounded and self.says):
             return []
         found = []
         if self.growth(self.resident) > GROWTH:
@@ -100,7 +108,7 @@ class Gauges:
     @property
     def lines(self) -> list[Line]:
         """Those that say something, the steepest first."""
-        found = [line for line in self._lines.values() if len(line.times) >= SAMPLES]
+        found = [line for line in self._lines.values() if line.says]
         return sorted(found, key=lambda line: -line.slope)
 
 
