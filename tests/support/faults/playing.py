@@ -77,7 +77,10 @@ def nothing_left(world: World) -> None:
     for reader in (world.reader, world.spare.ready()):
         until(reader.idle)
     for node in world.nodes:
-        until(node.idle)
+        try:
+            until(node.idle)
+        except AssertionError:
+            raise AssertionError(f"{node.listen} does not forget: {node.left()}") from None
     assert world.source.scheduler.call("unreleased") == []
     assert world.source.collect() == []
     assert all(len(request.releases) == 1 for request in world.source.requests.values())

@@ -168,11 +168,16 @@ class Node(Party):
 
     def idle(self) -> bool:
         """Whether it knows of no publication, and of no lease that lives, but a hostile peer's (`tests.soak`)."""
+        return not self.left()
+
+    def left(self) -> list[str]:
+        """The publications and the leases of others that it knows of."""
         with grpc.insecure_channel(self.address) as channel:
             asked = ipb.ListRequestsRequest(page_size=1000)
             requests = IntrospectionStub(channel).ListRequests(asked, timeout=SOON).requests
+        left = [str(request) for request in requests if not request.engine.engine_id.startswith(HOSTILE)]
         leases = {name: engine.leases for name, engine in self.engines().items() if not name.startswith(HOSTILE)}
-        return all(request.engine.engine_id.startswith(HOSTILE) for request in requests) and not any(leases.values())
+        return left + [f"{count} leases on {name}" for name, count in leases.items() if count]
 
     def held(self) -> Held:
         """What its process holds."""
