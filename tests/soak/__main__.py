@@ -76,7 +76,7 @@ class Soak:
                         self._play(geometry, until)
                         self._end_world()
                 except RuntimeError:
-                    self.failures.append(f"geometry:\n{traceback.format_exc()}")
+                    self._failed(f"geometry:\n{traceback.format_exc()}")
         finally:
             for member in self._members:
                 member.stop()
@@ -96,7 +96,7 @@ class Soak:
             try:
                 play_round()
             except Exception:
-                self.failures.append(f"round {sum(self.counts.values())}, {kind}:\n{traceback.format_exc()}")
+                self._failed(f"round {sum(self.counts.values())}, {kind}:\n{traceback.format_exc()}")
                 self._end_world()
                 sound = kind != "geometry"
             self.counts[f"{kind} rounds"] += 1
@@ -115,7 +115,12 @@ class Soak:
 
     def _hung(self, name: str, threads: list[str]) -> None:
         self.counts["hung threads"] += len(threads)
-        self.failures += [f"{name}: thread {thread} should be gone" for thread in threads]
+        for thread in threads:
+            self._failed(f"{name}: thread {thread} should be gone")
+
+    def _failed(self, failure: str) -> None:
+        print(failure, flush=True)
+        self.failures.append(failure)
 
     @contextmanager
     def _geometries(self) -> Iterator[Callable[[], None]]:
@@ -224,7 +229,7 @@ class Soak:
             try:
                 hostile.close()
             except RuntimeError as error:
-                self.failures.append(str(error))
+                self._failed(str(error))
             self.counts["hostile calls"] += hostile.calls
         if world is not None:
             if world.sound:
@@ -246,9 +251,9 @@ def main() -> int:
         print(f"{count:8}  {what}")
     for line in soak.gauges.lines:
         print(line)
-    soak.failures += [problem for line in soak.gauges.lines for problem in line.problems()]
-    for failure in soak.failures:
-        print(failure)
+    grown = [problem for line in soak.gauges.lines for problem in line.problems()]
+    print("\n".join(grown))
+    soak.failures += grown
     print(
         "\n".join(soak.summary.lines(arguments.seed, arguments.minutes, soak.counts, soak.failures, soak.gauges.lines))
     )
