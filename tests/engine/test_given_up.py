@@ -16,10 +16,11 @@ from kvferry._control.connection import Control, NotificationAnswer
 from kvferry._control.home_session import HomeSession
 from kvferry._control.publication_sender import PublicationSender
 from kvferry._control.publications import Publication
-from kvferry._control.publish import Publish
+from kvferry._control.publish import Publish, PublishMore
 from kvferry._wire.outcomes import ReleaseOutcome
+from kvferry._wire.reference import router_reference
 from kvferry.engine import SchedulerPort, WorkerPort
-from kvferry.errors import InvalidField, KvferryError, NotPublished, Unavailable, Unreachable
+from kvferry.errors import InternalError, InvalidField, KvferryError, NotPublished, Unavailable, Unreachable
 from kvferry.testing import Fabric
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.support.loops import PlayedLoop
@@ -204,6 +205,30 @@ def test_steps_of_a_call_that_its_home_ends_with_an_error_stay_pinned_if_some_ma
         released = session.released(SOON)
         assert {release.publication for release in released} <= set(numbers)
         assert all(release.local is (together == 1) for release in released)
+
+
+def test_a_refused_publication_is_withdrawn_if_its_home_may_have_taken_a_later_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And its router key, which readers wait for, is free again."""
+    notify, free = Control.notify, threading.Event()
+
+    async def refuse(control: Control, request: pb.NotifyRequest, timeout: float = 5.0) -> list[NotificationAnswer]:
+        if [told.publish.step for told in request.notifications if told.HasField("publish")] != [0, 1]:
+            return await notify(control, request, timeout)
+        return [InvalidField("blocks", 0, "others"), InternalError("failed", error_id="1")]
+
+    monkeypatch.setattr(Control, "notify", refuse)
+    with Fabric() as fabric:
+        session = register(fabric).session._session
+        session._loop.call(lambda: free.wait(SOON))
+        first = Publish("request", {"full": Blocks([1])}, last=False, reference=router_reference("", "prefill"))
+        publication = session.publish(first)
+        session.publish_more(PublishMore(publication, {"full": Blocks([2], first_token=16)}, last=True))
+        free.set()
+        assert [release.publication for release in session.released(SOON)] == [publication.number]
+        assert session.unreleased() == ()
+        assert session.publish(first).number == publication.number + 1
 
 
 def test_blocks_stay_pinned_without_a_home_for_as_long_as_a_lease_may_last(monkeypatch: pytest.MonkeyPatch) -> None:

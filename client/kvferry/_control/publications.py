@@ -248,11 +248,11 @@ class Offers:
 
     def refused(self, step: pb.Publish, *, told: bool = True) -> bool:
         """Record that the home refused a step for good; return whether the step was removed, because no home can have
-        accepted it. If not, the home may have accepted another attempt, or did so before a restart, and the step stays
-        pinned until its publication is released. With its first step a publication ends; it is released here, unless
-        the caller who published it is `told`."""
+        accepted it. If not, the home may have accepted another attempt, or a later step, or did so before a restart,
+        and the step stays pinned until its publication is released. With its first step a publication ends; it is
+        released here, unless the caller who published it is `told`."""
         held = self._held.get(step.publication)
-        if held is None or step.step in held.open_steps:
+        if held is None or max(held.open_steps, default=-1) >= step.step:
             return False
         held.steps.remove(step)
         held.marker.unmark(step)
