@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from kvferry.planner import Path, PathRule, ReadPlan, plan_read
 from kvferry.planner import expansion as expand
 from kvferry.planner.descriptors import Descriptors, MemoryPair
 from kvferry.planner.expansion import SourceDescriptors
-from kvferry.planner.footprint import Footprint
+from kvferry.planner.footprint import Footprint, layers_of
 from tests.planner.small_worlds import LAYOUTS, PAIRS, Bytes, Side, may_be_right, one_group
 from tests.support.drawn_worlds import World, worlds
 from tests.support.geometries import Layout, engine, tensors
@@ -527,3 +528,23 @@ def test_a_descriptor_of_another_block_is_found(world: World, lists: bool, seed:
         for rank in world.readers:
             plan = plan_read(source, destination, rank, striping=world.striping)
             found(plan, source, world, Random(seed))
+
+
+def test_blocks_that_a_source_declares_to_occur_a_million_times_take_no_memory() -> None:
+    """Units and pages step further than blocks, so that a block of a plane is in 2**20 places."""
+    units, pages = 128, 1 << 13
+    apart: dict[str, Any] = {
+        "block_stride": 8,
+        "page_stride": 16,
+        "unit_stride": 16 * pages,
+        "token_stride": 0,
+        "page_tokens": 1,
+    }
+    first = one_group("p", "planes apart").ranks[0].planes[0]
+    plane = replace(first, num_blocks=2, block_states=pages, axis_size=units, units=Interval(0, units), **apart)
+    planes = [replace(plane, layer=str(layer), base=(1 + layer) << 40) for layer in range(16)]
+    (slabs,) = layers_of(planes)
+    assert len(slabs.begin) <= len(planes)
+    last = np.array([planes[-1].extent[1] - 1], np.uint64)
+    inside, block, _ = slabs.blocks(last, np.ones(1, np.uint64))
+    assert (inside.tolist(), block.tolist()) == ([True], [1])

@@ -185,6 +185,49 @@ def test_strides_without_a_common_measure_are_searched() -> None:
     assert shared([one, other], replace(FULL, num_blocks=78)) is None
 
 
+@st.composite
+def large_planes(draw: st.DrawFn, name: str) -> Plane:
+    """Of an engine's size: any order of the axes, any padding."""
+    sizes = {
+        "block": (1, 7, 100, 5000, 100_000),
+        "page": (1, 2, 4),
+        "unit": (1, 2, 8, 40, 128),
+        "token": (1, 16, 17, 64),
+    }
+    counts = {axis: draw(st.sampled_from(of)) for axis, of in sizes.items()}
+    span = state_bytes = draw(st.sampled_from([1, 2, 64, 128, 130, 576, 656]))
+    strides = dict.fromkeys(counts, 0)
+    for axis in draw(st.permutations(sorted(counts))):
+        if counts[axis] > 1:
+            strides[axis] = span + draw(st.sampled_from([0, 0, 1, 3, 16, 64, 4096, span, 2 * span]))
+            span += strides[axis] * (counts[axis] - 1)
+    return plane(
+        name,
+        1 << 46,
+        num_blocks=counts["block"],
+        block_stride=strides["block"],
+        page_tokens=counts["token"],
+        page_stride=strides["page"],
+        block_states=counts["token"] * counts["page"],
+        unit_stride=strides["unit"],
+        token_stride=strides["token"],
+        state_bytes=state_bytes,
+        axis_size=counts["unit"],
+        units=Interval(0, counts["unit"]),
+    )
+
+
+@given(st.data())
+def test_a_byte_that_two_large_planes_share_is_found(data: st.DataObject) -> None:
+    one, other = data.draw(large_planes("a")), data.draw(large_planes("b"))
+    there, here = (
+        sum(stride * data.draw(st.integers(0, count - 1)) for stride, count, _ in of.axes) for of in (one, other)
+    )
+    other = replace(other, base=one.base + there - here, group="other")
+    groups = [Group(of.group, block_tokens=of.block_states, num_blocks=of.num_blocks) for of in (one, other)]
+    assert shared([one, other], *groups) == ("a/key", "b/key")
+
+
 # A cache of 64 layers with 16 planes each, in one storage: every order of its axes interleaves all of them.
 COMPONENTS = [{"name": f"part_{index}", "content": 8 + index} for index in range(16)]
 ORDERS = [

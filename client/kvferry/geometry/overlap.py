@@ -3,8 +3,8 @@
 A plane is a box: it has an address for every choice of block, page, unit and state, each step a stride. First, boxes
 are separated all at once: those with separate extents; then those whose parts are separate within one period of the
 largest stride; and so on for each smaller stride. That separates thousands of layers, keys and values that interleave
-in one storage. For the few boxes left, "is there a byte in both" is an equation in bounded integers, which numpy solves
-exactly.
+in one storage. For the few boxes left, "is there a byte in both" is an equation in bounded integers, which an exact
+search solves. (`numpy.shares_memory` gives up on many pairs of planes of an engine's size.)
 
 The search is bounded, so that no geometry of a peer can keep a server busy. An undecided pair (strides without a common
 divisor, which no engine has) passes: a layout that may be right is never refused.
@@ -12,20 +12,17 @@ divisor, which no engine has) passes: a layout that may be right is never refuse
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
-from types import SimpleNamespace
-
-import numpy as np
-import numpy.typing as npt
 
 from kvferry.errors import BadGeometry
 from kvferry.geometry.model import Group
 from kvferry.geometry.plane import Plane
 
 MOST_STEPS = 200_000
-"""Boxes compared, and positions that numpy tries, for all planes of a rank: some tenths of a second."""
+"""Boxes compared, and positions tried, for all planes of a rank: some tenths of a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +38,6 @@ class _Box:
     cell: int
     axes: tuple[tuple[int, int], ...]
     whole: tuple[tuple[int, int], ...]
-
-    @property
-    def memory(self) -> npt.NDArray[np.uint8]:
-        """All bytes of the plane. They may be another machine's: nothing reads them."""
-        strides, shape = zip(*self.whole, (1, self.cell), strict=True)
-        # A byte further on, since to numpy address 0 is no memory.
-        data = (self.plane.base + 1, True)
-        layout = {"version": 3, "typestr": "|u1", "data": data, "shape": shape, "strides": strides}
-        return np.asarray(SimpleNamespace(__array_interface__=layout))
 
     @property
     def extent(self) -> int:
@@ -188,12 +176,39 @@ def _fold(cluster: list[_Box]) -> list[_Box] | None:
 
 
 def _share_a_byte(one: _Box, other: _Box, steps: _Steps) -> bool:
-    """Whether the planes of two boxes have a byte in common; False if the search ended before that was known."""
-    positions, mine, theirs = 1, one.memory, other.memory
-    while steps.take(positions):
-        try:
-            # numpy's stubs know two values only.
-            return np.shares_memory(mine, theirs, max_work=positions)  # type: ignore[arg-type]
-        except (RuntimeError, OverflowError):
-            positions *= 4
-    return False
+    """Whether the planes of two boxes have a byte in common; False if the search ended before that was known.
+
+    The distance between a cell of one plane and a cell of the other is that of their bases plus a multiple of each
+    stride; a stride of both counts once, with the difference of the two indices.
+    """
+    multiples = {stride: (0, count - 1) for stride, count in one.whole}
+    for stride, count in other.whole:
+        multiples[stride] = 1 - count, multiples.get(stride, (0, 0))[1]
+    strides = sorted(multiples)
+    # The lowest and the highest sum of the smallest strides' multiples, of none up to all, and what divides each sum.
+    sums = [(0, 0, 0)]
+    for stride in strides:
+        (low, high, measure), (first, last) = sums[-1], multiples[stride]
+        sums.append((low + stride * first, high + stride * last, math.gcd(measure, stride)))
+    # Cells share a byte if their distance lies between these.
+    least, most = 1 - one.cell, other.cell - 1
+
+    def search(level: int, distance: int) -> bool:
+        """Whether multiples of the `level` smallest strides make the cells overlap."""
+        low, high, measure = sums[level]
+        if not steps.take(1) or distance + high < least or distance + low > most:
+            return False
+        if level == 0:
+            return True
+        if least + (distance - least) % measure > most:
+            return False
+        stride, (first, last), (low, high, _) = strides[level - 1], multiples[strides[level - 1]], sums[level - 1]
+        begin, end = max(first, -((distance + high - least) // stride)), min(last, (most - distance - low) // stride)
+        for multiple in range(begin, end + 1):
+            if search(level - 1, distance + stride * multiple):
+                return True
+            if not steps.take(0):
+                return False
+        return False
+
+    return search(len(strides), one.plane.base - other.plane.base)

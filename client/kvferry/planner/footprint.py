@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from math import inf
 from typing import Any, TypeAlias
 
@@ -38,15 +39,18 @@ check of a long request takes 15 s and more (measured)."""
 @dataclass(frozen=True, slots=True, eq=False)
 class Slabs:
     """Slabs that do not overlap, by rising address: ``uint64[n]`` each. Of the `stride` from block to block, `window`
-    bytes belong to the block."""
+    bytes belong to the block; `span` are the bytes of all blocks within one cycle. `cycles` has (bytes, used bytes) of
+    a cycle of each axis (see `_Slab`), the longest first: a source may declare more cycles than memory holds."""
 
     begin: Addresses
     end: Addresses
     stride: Addresses
     window: Addresses
+    span: Addresses
+    cycles: tuple[tuple[Addresses, Addresses], ...]
 
     def blocks(self, address: Addresses, length: Addresses) -> tuple[Bools, Int64s, Int64s]:
-        """Whether each range lies inside one slab, and the ids of its first and last block."""
+        """Whether each range lies inside one slab and one cycle, and the ids of its first and last block."""
         place = self.at(address)
         begin = self.begin[place]
         # The ranges lie inside regions (`kvferry._transport.bounds`): their ends do not wrap.
@@ -54,6 +58,11 @@ class Slabs:
         # Ranges that are not inside may wrap here; their ids are not used.
         first = address - begin
         last = first + length - np.uint64(1)
+        for steps, used in self.cycles:
+            step = steps[place]
+            inside &= first // step == last // step
+            first, last = first % step, last % step
+            inside &= last < used[place]
         stride = self.stride[place]
         first_block = first // stride
         # Bytes between blocks may belong to blocks of other planes: only a range that begins in a block may end there.
@@ -61,10 +70,14 @@ class Slabs:
         return inside, first_block.astype(np.int64), (last // stride).astype(np.int64)
 
     def room(self, address: Addresses) -> Addresses:
-        """Bytes from each address to the end of its slab; 0 for addresses in no slab."""
+        """Bytes from each address to the end of its slab or cycle; 0 for addresses in no slab."""
         place = self.at(address)
-        begin, end = self.begin[place], self.end[place]
-        return np.where((address >= begin) & (address < end), end - address, np.uint64(0))
+        begin, span = self.begin[place], self.span[place]
+        offset = address - begin
+        for steps, _ in self.cycles:
+            offset = offset % steps[place]
+        inside = (address >= begin) & (address < self.end[place]) & (offset < span)
+        return np.where(inside, span - offset, np.uint64(0))
 
     def at(self, address: Addresses) -> npt.NDArray[np.intp]:
         """The index of the slab in which, or behind which, each address lies."""
@@ -87,14 +100,14 @@ def layers_of(planes: Iterable[Plane]) -> tuple[Slabs, ...]:
 
 
 def _arrays(slabs: Sequence[_Slab]) -> Slabs:
-    columns = []
-    for slab in slabs:
-        begin = np.array([slab.begin], np.uint64)
-        for step, count in slab.cycles:
-            begin = np.add.outer(begin, np.arange(count, dtype=np.uint64) * np.uint64(step)).ravel()
-        end = np.minimum(begin + np.uint64(slab.span), np.uint64(slab.end))
-        columns.append((begin, end, np.full_like(begin, slab.stride), np.full_like(begin, slab.window)))
-    return Slabs(*(np.concatenate(column) for column in zip(*columns, strict=True)))
+    begin, end, stride, window, span = (
+        np.array([getattr(slab, name) for slab in slabs], np.uint64)
+        for name in ("begin", "end", "stride", "window", "span")
+    )
+    # A slab with fewer cycles than another gets some that never end.
+    cycles = zip_longest(*(slab.used for slab in slabs), fillvalue=(ADDRESS_LIMIT, ADDRESS_LIMIT))
+    pairs = (np.array(pair, np.uint64).T for pair in cycles)
+    return Slabs(begin, end, stride, window, span, tuple((steps, used) for steps, used in pairs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +337,7 @@ def _blocks_of(slabs: Slabs, row: Addresses, offset: Addresses, of: Descriptors)
 
     In such rows all blocks of all runs are those of one slab, at one distance, and the bytes begin at one position in
     the block. So if the lowest run and the highest run lie in one slab, all runs do, in the blocks as many strides away
-    as their offsets say.
+    as their offsets say: addresses that differ by as many strides as their blocks lie in one cycle.
     """
     ends = [int(offset.argmin()), int((offset + of.repeats * of.length[0]).argmax())]
     address, more = np.add.outer(row, offset[ends]), of.repeats.astype(np.int64) - 1
