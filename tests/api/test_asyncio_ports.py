@@ -71,6 +71,25 @@ def test_a_cancelled_read_is_awaited_until_nothing_writes_to_its_blocks() -> Non
         asyncio.run(main(fabric))
 
 
+def test_an_engine_without_ports_is_quiet_when_each_read_is() -> None:
+    """The gauges of its cache know of no read that waits, and that writes as soon as its source has published."""
+    with Fabric() as fabric:
+        prefill = fabric.client().register_cache(spec("p"), tensors={"layer": memory(7)}, axes=AXES)
+        mine = memory(0)
+        decode = fabric.client().register_cache(spec("d"), tensors={"layer": mine}, axes=AXES)
+        publication = prefill.session.publish("mine", {"full": Blocks([1])}, last=False)
+        read = decode.read(publication.reference, {"full": Blocks([2, 3])})
+        with pytest.raises(TimeoutError):
+            read.result(0.2)
+        gauges = decode.gauges()
+        assert (gauges.transfers, gauges.uncertain, decode.session.unreleased()) == (0, 0, ())
+        assert not read.quiet
+        prefill.session.publish_more(publication, {"full": Blocks([4], first_token=16)}, last=True)
+        read.result(SOON)
+        assert read.quiet
+        assert mine[:, 2:4].all()
+
+
 def test_caches_and_sessions_in_asyncio_are_closed_at_the_end_of_their_block() -> None:
     async def main(fabric: Fabric) -> None:
         async with AsyncClient(fabric.address) as client:

@@ -66,12 +66,15 @@ def _oldest_pin(node: NodeState) -> float:
 
 
 def _by_engine(of: Callable[[Engine, float], float]) -> Value:
-    """Compute a value of each engine that is not dead, from the present, by engine_id. Right after a start of the home
-    two incarnations may have one name: the larger value counts."""
+    """Compute a value of each engine that is not dead, from the present, by engine_id. Until an engine's snapshot has
+    come, what it has pinned is not known, and 0 would be wrong. Right after a start of the home two incarnations may
+    have one name: the larger value counts."""
 
     def found(node: NodeState) -> Mapping[str, float]:
         now, values = node.home.clock.now(), dict[str, float]()
         for engine in node.alive:
+            if engine.recovering:
+                continue
             values[engine.ref.engine_id] = max(of(engine, now), values.get(engine.ref.engine_id, 0))
         return values
 
@@ -169,7 +172,7 @@ METRICS: tuple[Row, ...] = (
     ),
     _gauge(
         "engine_cache_bytes",
-        "Bytes of the registered caches of an engine.",
+        "Bytes of the registered caches of an engine; memory that groups of one pool share counts once.",
         _by_engine(lambda engine, _: engine.cache_bytes),
         engine=(),
     ),

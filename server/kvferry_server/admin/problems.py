@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvferry._summaries import RECOVERING, duration, ranges
+from kvferry.stats import shown
 from kvferry_server.admin.node_state import NodeState
 from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.journal import EndedRead
+from kvferry_server.domain.journal import RECENT, BadEnd
 from kvferry_server.domain.limits import MAX_NAMED_NODES, MAX_NAMED_RANKS
+from kvferry_server.domain.reads import LeaseState
 
-RECENT = 600.0  # Seconds for which a read that ended badly is a problem
 MAX_ENGINES = 50  # That are described; the rest are counted
 WORST_FIRST = ("dead", "lost", "incomplete")  # States of engines
 
@@ -25,10 +26,9 @@ RANKS_ABSENT = (
     "Look at the logs of these ranks. Frequent: another token, a node server that cannot reach this one, or one whose "
     "relay_homes does not name it."
 )
-BAD_ENDS = {
-    "failed": "Look in the log of the reader's rank, which names the source's rank; then at the network between them.",
-    "expired": "Look at the reader: it died, it hangs, or it cannot reach this node server.",
-}
+FAILED = "Look in the log of the reader's rank, which names the source's rank; then at the network between them."
+EXPIRED = "Look at the reader: it died, it hangs, or it cannot reach this node server."
+NEVER_CAME = "Look at the source: it has not published what the reader waited for."
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,10 @@ def problems(node: NodeState, *, recovering: bool) -> tuple[Sequence[Problem], i
     now = node.home.clock.now()
     ill = [engine for engine in node.engines if engine.state in WORST_FIRST]
     ill.sort(key=lambda engine: (WORST_FIRST.index(engine.state), engine.ref.engine_id))
-    bad = [read for read in node.home.journal.last_reads if read.state in BAD_ENDS and read.ended_at > now - RECENT]
     engines = [_of_engine(engine, now) for engine in ill[:MAX_ENGINES]]
-    return [*_of_node(node, recovering), *engines, *_of_reads(bad, now)], max(0, len(ill) - MAX_ENGINES)
+    bad = reversed(node.home.journal.bad_ends.items())
+    reads = [_of_reads(kind, count, now - last) for kind, (count, last) in bad if last > now - RECENT]
+    return [*_of_node(node, recovering), *engines, *reads], max(0, len(ill) - MAX_ENGINES)
 
 
 def _of_node(node: NodeState, recovering: bool) -> Iterator[Problem]:
@@ -72,7 +73,7 @@ def _of_engine(engine: Engine, now: float) -> Problem:
         return Problem(engine.state, name, *_incomplete(engine))
     away, ttl = f"its scheduler has been away for {duration(now - engine.lost_at)}", duration(engine.times.engine_ttl)
     if engine.dead:
-        return Problem("dead", "", f"{name}: {away}; its publications have ended", LOOK)
+        return Problem("dead", "", f"{name!r}: {away}; its publications have ended", LOOK)
     return Problem("lost", name, f"{away}; it counts as dead after {ttl}", COMES_BACK)
 
 
@@ -95,12 +96,10 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}"
 
 
-def _of_reads(bad: Sequence[EndedRead], now: float) -> Iterator[Problem]:
-    """Summarise reads that ended badly, by engines, state and reason, the latest first."""
-    kinds: dict[tuple[str, str, str, str], list[EndedRead]] = {}
-    for read in reversed(bad):
-        kinds.setdefault((read.state, read.reader, read.source, read.reason), []).append(read)
-    for (state, reader, source, reason), reads in kinds.items():
-        count = f"{len(reads)} reads, the last" if len(reads) > 1 else "a read,"
-        when = f"{count} {duration(now - reads[0].ended_at)} ago"
-        yield Problem(state, "", f"{reader} from {source}: {when}{reason and f', {reason}'}", BAD_ENDS[state])
+def _of_reads(kind: BadEnd, count: int, ago: float) -> Problem:
+    """Sum up reads that ended badly; the last of them so many seconds ago."""
+    when = f"{count} reads, the last" if count > 1 else "a read,"
+    why = f", {kind.reason}" if kind.reason else ", which waited in vain" if kind.in_vain else ""
+    what = f"{kind.reader!r} from {kind.source!r}: {when} {duration(ago)} ago{why}"
+    ended = FAILED if kind.state is LeaseState.FAILED else EXPIRED
+    return Problem(shown(kind.state), "", what, NEVER_CAME if kind.in_vain else ended)

@@ -24,7 +24,8 @@ from kvferry_server.domain.questions import Question, QuestionOutcome
 from kvferry_server.domain.reads import LeaseState, RevokeReason, Verdict
 from kvferry_server.domain.times import Clock
 
-LAST_READS = 100  # Ended reads that are kept, even after their records are forgotten
+LAST_READS = 100  # Ended reads that are kept, even after their records are forgotten; and kinds of bad ends
+RECENT = 600.0  # Seconds without another one after which bad ends of a kind are forgotten
 
 # Bounds of the histograms of leases and pins, in seconds.
 LASTING = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -47,6 +48,17 @@ class EndedRead:
     ended_at: float
     bytes: int  # as its ranks reported
     reason: str  # of the failure, if a rank reported one
+
+
+@dataclass(frozen=True, slots=True)
+class BadEnd:
+    """What reads that ended badly have in common."""
+
+    state: LeaseState  # FAILED or EXPIRED
+    source: str  # engine_id
+    reader: str  # engine_id
+    reason: str  # of the failure, if a rank reported one
+    in_vain: bool  # the publication had not arrived in the longest time that a lease may wait for it
 
 
 LIVE = (LeaseState.WAITING, LeaseState.READING)  # The states of live leases
@@ -106,6 +118,9 @@ class Journal:
     live_leases: Counter[LeaseState] = field(default_factory=Counter)
     pinned: dict[PublicationRecord, None] = field(default_factory=dict)  # arrived and not released, oldest first
     last_reads: deque[EndedRead] = field(default_factory=partial(deque, maxlen=LAST_READS))  # oldest first
+    # The number of reads, and when the last of them ended; the kind of the latest end comes last. Apart from the last
+    # reads, of which a busy home forgets a bad one within a moment.
+    bad_ends: dict[BadEnd, tuple[int, float]] = field(default_factory=dict)
     events: EventLog = field(init=False)
 
     def __post_init__(self) -> None:
@@ -194,6 +209,8 @@ class Journal:
                 reason=lease.reason,
             )
         )
+        if state not in EXPECTED_ENDS:
+            self._ended_badly(lease, state, now)
         self._lease(
             logging.DEBUG if state in EXPECTED_ENDS else logging.WARNING,
             "lease_ended",
@@ -206,6 +223,17 @@ class Journal:
             parties=lease.request.parties,
             revoked=_name(lease.revoked),
         )
+
+    def _ended_badly(self, lease: Lease, state: LeaseState, now: float) -> None:
+        publication, reader = lease.publication, lease.request.read.reader.engine_id
+        # A reader that leaves sooner has stopped to renew.
+        waited_out = now - lease.granted_at >= lease.times.max_wait
+        in_vain = waited_out and publication.stage is PublicationStage.AWAITED
+        kind = BadEnd(state, publication.source.engine_id, reader, lease.reason, in_vain)
+        count, last = self.bad_ends.pop(kind, (0, now))
+        self.bad_ends[kind] = (count if last > now - RECENT else 0) + 1, now
+        if len(self.bad_ends) > LAST_READS:
+            del self.bad_ends[next(iter(self.bad_ends))]
 
     def revoked(self, publication: PublicationRecord, reason: RevokeReason) -> None:
         self._publication(

@@ -83,8 +83,15 @@ class Registration:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the rank's planes, without gaps between blocks."""
-        return sum(plane.num_blocks * plane.bytes_per_block for plane in self.geometry.planes)
+        """Bytes of the rank's planes, without gaps between blocks. Groups of one pool lie over each other: the largest
+        counts."""
+        sizes, largest = Counter[str](), dict[tuple[str, str], int]()
+        for plane in self.geometry.planes:
+            sizes[plane.group] += plane.num_blocks * plane.bytes_per_block
+        for group in self.groups:
+            pool = ("pool", group.pool) if group.pool else ("group", group.name)
+            largest[pool] = max(largest.get(pool, 0), sizes[group.name])
+        return sum(largest.values())
 
 
 def first_difference(one: Registration, other: Registration) -> str:

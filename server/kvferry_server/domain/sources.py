@@ -206,7 +206,8 @@ class Sources:
 
     def _append(self, engine: Engine, publication: PublicationRecord, step: PublicationStep, now: float) -> None:
         publication.add(step)
-        engine.pinned_blocks.update({blocks.group: blocks.num_blocks for blocks in step.groups})
+        for blocks in step.groups:
+            engine.pinned_blocks[blocks.group] += blocks.num_blocks
         publication.expected_reads = max(publication.expected_reads, step.expected_reads)
         publication.hold_until = now + publication.hold
         self._records.move(publication, PublicationStage.PUBLISHED if step.last else PublicationStage.PUBLISHING, now)

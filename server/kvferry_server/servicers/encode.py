@@ -14,6 +14,9 @@ from kvferry_server.domain.reads import LeaseState, RankReport, RevokeReason
 from kvferry_server.domain.router_keys import WaitingRead
 from kvferry_server.domain.times import Times
 
+MOST = (1 << 64) - 1
+"""The most that a field of 64 bits holds: peers state numbers whose sum is larger."""
+
 
 def engine_ref(ref: EngineRef) -> pb.EngineRef:
     """Encode an engine reference."""
@@ -53,7 +56,7 @@ def engine_summary(engine: Engine) -> ipb.EngineSummary:
         num_missing=engine.num_missing,
         publications=len(engine.pinned),
         leases=engine.live_leases,
-        cache_bytes=engine.cache_bytes,
+        cache_bytes=min(engine.cache_bytes, MOST),
     )
 
 
@@ -114,8 +117,7 @@ def read_summary(lease: Lease) -> pb.ReadSummary:
         state=read_state(lease),
         parties=lease.request.parties,
         reported=len(lease.reports),
-        # A reader may report any number of bytes, but the field has 64 bits.
-        bytes=min(sum(report.bytes for report in lease.reports.values()), (1 << 64) - 1),
+        bytes=min(sum(report.bytes for report in lease.reports.values()), MOST),
     )
 
 

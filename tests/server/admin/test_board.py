@@ -180,6 +180,9 @@ def test_signal_by_which_decode_is_scaled_is_a_share_of_the_cache(prometheus: Pr
     # The engine is dead by now.
     (found,) = prometheus.query(f"max_over_time(({of_party})[5m:1s])")
     assert 0 < float(found["value"][1]) < 0.1
+    # Engines that have no cache yet have no share of it, and not NaN.
+    of_none = re.sub(r"kvferry_engine_\w+{[^}]*}", "0 * up", expression)
+    assert (prometheus.query("0 * up") != [], prometheus.query(of_none)) == (True, [])
 
 
 @pytest.mark.slow

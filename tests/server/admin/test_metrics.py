@@ -25,7 +25,7 @@ from kvferry_server.node.server import NodeServer
 from tests.server.admin.conftest import Watched
 from tests.support.admin_listeners import Scraped, get
 from tests.support.node_servers import Kvferryd
-from tests.support.parties import P2, Scene
+from tests.support.parties import P2, SECRETS, P, Scene, blocks, registration
 from tests.support.raw_parties import Party
 from tests.support.waiting import until
 
@@ -174,13 +174,40 @@ def test_engine_that_starts_anew_goes_on_with_its_series() -> None:
     scene.publish(1)
     scene.wait(2.0)
     scene.open(P2)
-    node: Any = SimpleNamespace(
-        home=SimpleNamespace(clock=scene.clock, records=scene.records), alive=scene.registry.all_engines()
-    )
-    assert len(node.alive) == 2
-    values = {metric.name: value for metric, value in METRICS}
-    assert values["kvferry_engine_pinned_publications"](node) == {"prefill": 1}
-    assert values["kvferry_engine_oldest_pin_age_seconds"](node) == {"prefill": 2.0}
+    scene.sources.begin_snapshot(P2)
+    scene.sources.end_snapshot(P2, 0)
+    assert len(scene.registry.all_engines()) == 2
+    assert signal("pinned_publications", scene) == {"prefill": 1}
+    assert signal("oldest_pin_age_seconds", scene) == {"prefill": 2.0}
+
+
+def signal(name: str, scene: Scene) -> Any:
+    """A signal for autoscalers, by engine."""
+    node: Any = SimpleNamespace(home=scene, alive=scene.registry.all_engines())
+    (value,) = (value for metric, value in METRICS if metric.name == f"kvferry_engine_{name}")
+    return value(node)
+
+
+def test_engine_whose_snapshot_is_awaited_has_no_series() -> None:
+    """A home that has restarted does not know what is pinned: a 0 would say that nothing is."""
+    scene = Scene(recovering=True)
+    scene.sources.begin_snapshot(P)
+    scene.publish(1)
+    assert [signal(name, scene) for name in SIGNALS] == [{}] * len(SIGNALS)
+    scene.sources.end_snapshot(P, 1)
+    assert signal("pinned_publications", scene) == {"prefill": 1}
+
+
+def test_pinned_bytes_count_each_block_that_a_step_names() -> None:
+    """Before the groups are known, a step may name one twice; what it holds more must not count as less of others."""
+    scene = Scene(recovering=True)
+    scene.engine.groups = None
+    scene.publish(1, groups=(blocks(), blocks(4)))
+    scene.publish(2)
+    scene.registry.register(registration(), SECRETS[P])
+    scene.wait(scene.times.max_ttl)
+    assert list(scene.engine.pinned) == [scene.engine.publications[2]]
+    assert scene.engine.pinned_bytes == scene.engine.bytes_of(scene.engine.publications[2]) > 0
 
 
 def test_unknown_methods_share_a_label(watched: Watched) -> None:

@@ -6,17 +6,19 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvferry_server.admin.problems import (
-    BAD_ENDS,
     COMES_BACK,
+    EXPIRED,
+    FAILED,
     LOOK,
     MAX_ENGINES,
+    NEVER_CAME,
     RANKS_ABSENT,
     RANKS_GONE,
-    RECENT,
     Problem,
     problems,
 )
 from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.journal import LAST_READS, RECENT
 from kvferry_server.domain.reads import RankOutcome, RankReport
 from tests.support.parties import SECRETS, D, E, P, Scene, rank_geometry, registration
 
@@ -92,7 +94,7 @@ def test_dead_engines_come_before_lost_ones() -> None:
     scene.wait(4.0)
     dead, lost = found(scene)
     assert dead.state == "dead"
-    assert f"{E.engine_id}: its scheduler has been away for 12 s" in dead.what
+    assert f"'{E.engine_id}': its scheduler has been away for 12 s" in dead.what
     # It has no page any more.
     assert (dead.engine_id, dead.next_step) == ("", LOOK)
     assert (lost.state, lost.engine_id, lost.next_step) == ("lost", P.engine_id, COMES_BACK)
@@ -118,11 +120,70 @@ def test_reads_that_ended_badly_are_summed_up_and_forgotten() -> None:
     scene.grant(1, E)
     scene.wait(scene.times.ttl + 1)
     expired, failed = found(scene)
-    assert (expired.state, expired.what) == ("expired", f"{E.engine_id} from {P.engine_id}: a read, 1.0 s ago")
-    assert (failed.state, failed.next_step) == ("failed", BAD_ENDS["failed"])
-    assert failed.what == f"{D.engine_id} from {P.engine_id}: 2 reads, the last 32 s ago, TRANSFER_STUCK"
+    assert expired == Problem("expired", "", f"'{E.engine_id}' from '{P.engine_id}': a read, 1.0 s ago", EXPIRED)
+    what = f"'{D.engine_id}' from '{P.engine_id}': 2 reads, the last 32 s ago, TRANSFER_STUCK"
+    assert failed == Problem("failed", "", what, FAILED)
     scene.publish(2)
     good = scene.grant(2, D)
     scene.report(good, 0)
     scene.wait(RECENT)
     assert found(scene) == []
+
+
+def fail(scene: Scene, number: int, reader: EngineRef = D) -> None:
+    lease = scene.grant(number, reader, f"{number}")
+    scene.lessor.report(lease.lease_id, reader, [RankReport(0, RankOutcome.FAILED, reason="TRANSFER_STUCK")])
+
+
+def test_reads_that_ended_badly_stay_on_the_page_of_a_busy_home() -> None:
+    """It forgets its last reads within a moment, and one reader that fails all the time hides no other."""
+    scene = Scene()
+    registered(scene, P, 0, of=1)
+    scene.publish(1)
+    fail(scene, 1, E)
+    for number in range(2, LAST_READS + 12):
+        scene.publish(number)
+        fail(scene, number)
+        scene.report(scene.grant(number), 0)
+    assert [problem.what.partition(":")[0] for problem in found(scene)] == [
+        f"'{reader.engine_id}' from '{P.engine_id}'" for reader in (D, E)
+    ]
+    assert f": {LAST_READS + 10} reads, the last 0.0 s ago" in found(scene)[0].what
+    scene.wait(RECENT)
+    scene.publish(1000)
+    fail(scene, 1000)
+    assert [": a read, 0.0 s ago" in problem.what for problem in found(scene)] == [True]
+
+
+def test_kinds_of_bad_ends_are_bounded() -> None:
+    """A caller may use any number of names."""
+    scene = Scene()
+    registered(scene, P, 0, of=1)
+    scene.publish(1)
+    for number in range(LAST_READS + 10):
+        fail(scene, 1, EngineRef(f"reader-{number}", b"i" * 16))
+    assert len(found(scene)) == LAST_READS
+    assert f"'reader-{LAST_READS + 9}'" in found(scene)[0].what
+
+
+def test_names_in_a_problem_cannot_look_like_its_words() -> None:
+    scene = Scene()
+    registered(scene, P, 0, of=1)
+    scene.publish(1)
+    fail(scene, 1, EngineRef("x' from 'other': 9 reads, the last 1.0 s ago", b"i" * 16))
+    assert found(scene)[0].what.startswith("\"x' from 'other': 9 reads, the last 1.0 s ago\" from")
+
+
+def test_reader_that_waits_in_vain_is_not_to_blame() -> None:
+    scene = Scene()
+    registered(scene, P, 0, of=1)
+    gone, waiting = scene.grant(7, E), scene.grant(8, D)
+    for _ in range(round(scene.times.max_wait / 10)):
+        scene.wait(10.0)
+        scene.renew(waiting)
+    assert not gone.live
+    assert not waiting.live
+    assert [(problem.state, problem.next_step) for problem in found(scene)] == [
+        ("expired", NEVER_CAME),
+        ("expired", EXPIRED),
+    ]

@@ -23,7 +23,7 @@ from kvferry.errors import (
     PeerRestarted,
     WrongSession,
 )
-from kvferry.geometry.model import AgentInfo
+from kvferry.geometry.model import AgentInfo, RankGeometry
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.lessor import Lessor
@@ -40,6 +40,7 @@ from tests.support.parties import (
     P2,
     SECRETS,
     TIMES,
+    WINDOW,
     FakeClock,
     P,
     agent_of,
@@ -513,6 +514,17 @@ def test_cache_bytes_of_an_engine_count_each_rank_once(scene: Scene) -> None:
     for given in (first, second, first):
         scene.registry.register(given, secret)
     assert scene.registry.find(P).cache_bytes == 2 * first.cache_bytes
+
+
+@pytest.mark.parametrize(("pool", "caches"), [("device", 1), ("", 2)])
+def test_cache_bytes_count_memory_that_groups_of_a_pool_share_once(pool: str, caches: int) -> None:
+    """So a cache that is pinned as a whole is pinned to 100 %, however many groups share it."""
+    groups = tuple(dataclasses.replace(group, pool=pool) for group in (FULL, WINDOW))
+    planes = rank_geometry().planes
+    more = rank_geometry(base=BASE if pool else 2 * BASE + planes[-1].extent[1]).planes
+    of_window = (dataclasses.replace(plane, group="window", layer=f"w.{plane.layer}") for plane in more)
+    given = registration(geometry=RankGeometry(0, (*planes, *of_window)), groups=groups)
+    assert given.cache_bytes == caches * registration().cache_bytes
 
 
 def test_regions_of_a_registration_are_limited_by_the_cost_of_their_check(monkeypatch: pytest.MonkeyPatch) -> None:

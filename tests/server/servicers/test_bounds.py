@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from kvferry._wire.authority import incarnation_of
 from kvferry._wire.channel import MAX_MESSAGE_BYTES, MAX_NOTIFY_BYTES
 from kvferry._wire.status import NOTIFICATION_ERROR_BYTES, from_rpc_error
 from kvferry.errors import BadReference, InvalidField, KvferryError, LimitReached, PeerRestarted
+from kvferry.geometry import RankGeometry
 from kvferry.v1 import errors_pb2
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -48,7 +50,7 @@ from tests.support.node_in_process import (
     register_request,
     running,
 )
-from tests.support.parties import P2, SECRETS, TIMES, D, E, P, arrived, read_id, start
+from tests.support.parties import P2, SECRETS, TIMES, D, E, P, arrived, rank_geometry, read_id, start
 from tests.support.stubs import KVTransferStub
 
 LONGEST = "\N{PILE OF POO}" * 64
@@ -411,6 +413,27 @@ async def test_reported_bytes_count_up_to_the_bytes_that_the_source_holds(tmp_pa
         assert blocks
         assert node.home.journal.read_bytes == blocks * held
         assert node.home.journal.last_reads[-1].bytes == blocks * held
+
+
+async def test_caches_that_are_larger_than_a_field_are_listed_as_the_most_that_it_holds(tmp_path: Path) -> None:
+    """An engine may state any cache: no list fails because of it, and so no page."""
+    async with running(tmp_path) as node:
+        await node.open_engine()
+        one = replace(
+            rank_geometry().planes[0],
+            base=0,
+            num_blocks=2**31 - 1,
+            block_stride=1 << 31,
+            unit_stride=1 << 28,
+            token_stride=1 << 24,
+            state_bytes=1 << 24,
+            shared=True,
+        )
+        request = register_request(0, 1, geometry=RankGeometry(0, tuple(replace(one, layer=f"{n}") for n in range(5))))
+        request.ClearField("agent")
+        await node.kv.RegisterCache(request, timeout=TIMEOUT)
+        [summary] = (await node.introspection.ListEngines(ipb.ListEnginesRequest(), timeout=TIMEOUT)).engines
+        assert summary.cache_bytes == 2**64 - 1
 
 
 @pytest.mark.parametrize("name", ["decode-x\nprefill-0", "e\0", "e\x1b[31m", "e\u2028f", "e\u202ef", "e\x85"])
