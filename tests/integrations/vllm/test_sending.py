@@ -6,6 +6,7 @@ vLLM's block pool is real; its scheduler and kvferry's port are played.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -197,4 +198,35 @@ def test_a_publication_whose_blocks_come_later_is_marked_at_once(prefill: Prefil
     assert prefill.port.ends == [(6,)]
     prefill.ended(step)
     assert prefill.port.take()[-1] == ("more", {"full": (0, 6)}, "last", 1)
+    prefill.release(1)
+
+
+@pytest.mark.parametrize("computed", [True, False], ids=["computed", "still-computed"])
+@pytest.mark.parametrize("routed", [True, False])
+def test_a_publication_keeps_nothing_of_its_request_but_the_blocks(
+    prefill: Prefill, *, routed: bool, computed: bool
+) -> None:
+    """Requests of one prompt have the same blocks, so nothing else bounds how many are held until readers come. A
+    request may have images, or embeddings of its whole prompt."""
+
+    class Embeddings: ...
+
+    unrouted: dict[str, Any] = {} if routed else {"kvferry_reference": None}
+    request = prefill.request("r", 7, **unrouted)
+    request.embeddings = Embeddings()
+    kept = weakref.ref(request.embeddings)
+    prefill.run(request, 5)
+    last = prefill.step((request, 2))
+    if computed:
+        prefill.ended(last)
+    assert prefill.finish(request)
+    # vLLM forgets it now.
+    del request
+    assert kept() is None
+    # Nothing is computed for long: stuck requests are looked for.
+    for now in (0.0, 10.0):
+        prefill.now = now
+        prefill.step()
+    prefill.ended(last)
+    assert prefill.port.take()[-1][2] == "last"
     prefill.release(1)

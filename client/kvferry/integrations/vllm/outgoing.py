@@ -30,7 +30,8 @@ class OutgoingRequest:
     """A request that will be published.
 
     Attributes:
-        request: vLLM's request.
+        request: vLLM's request; None: it has finished. It may have images, or embeddings of its whole prompt, which a
+            publication must not keep.
         reference: the router's reference; empty: none, and the request is published when it has finished.
         prompt: the prompt at the request's arrival; of a finished request, with the published tokens of the answer.
         holds: holds blocks of vLLM's pool.
@@ -63,10 +64,10 @@ class OutgoingRequest:
     finished: bool = False
     payload: bytes = b""
     contents: tuple[object, ...] | None = None
+    request_id: str = field(init=False)
 
-    @property
-    def request_id(self) -> str:
-        return str(self.request.request_id)
+    def __post_init__(self) -> None:
+        self.request_id = str(self.request.request_id)
 
     @property
     def parent(self) -> str:

@@ -187,6 +187,7 @@ class Sending:
                 publication = self._of_sample(outgoing, tokens)
             if publication is None:
                 publication = self._publish_rest(outgoing, block_ids, tokens)
+        outgoing.request = None
         if publication is None:
             self._give_up(outgoing)
             return None
@@ -348,7 +349,9 @@ class Sending:
         preempted = [
             outgoing
             for outgoing in (self._published.values() if idle else ())
-            if not outgoing.withdrawn and outgoing.request.status is RequestStatus.PREEMPTED
+            if outgoing.request is not None
+            and not outgoing.withdrawn
+            and outgoing.request.status is RequestStatus.PREEMPTED
         ]
         if not preempted:
             self._idle_since = None
