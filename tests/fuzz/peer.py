@@ -187,9 +187,12 @@ class HostilePeer:
                 if field_name in request.DESCRIPTOR.fields_by_name:
                     cleared: Message = request
                     cleared.ClearField(field_name)
-            own = isinstance(request, pb.WatchRequest) and request.engine.incarnation in self._incarnations
-            if own and not self._squats:
-                # Beside which another's name may have been drawn.
+            if (
+                isinstance(request, pb.WatchRequest)
+                and not self._squats
+                and request.engine.incarnation in self._incarnations
+            ):
+                # Another's name may have been drawn beside it.
                 request.engine.engine_id = OWN_ID
         elif isinstance(request, pb.ReadBlocksRequest):
             request.wait.FromMilliseconds(50)
