@@ -88,8 +88,8 @@ class HostilePeer:
     Args:
         address: of the node server.
         turns: the source of its choices.
-        squats: whether it uses others' engine_ids too. An engine that is away for an engine_ttl loses its engine_id to
-            the next engine that asks.
+        squats: whether it opens engines under others' names too. An engine that is away for an engine_ttl loses its
+            engine_id to the next engine that asks, and one whose home has just started shares it.
     """
 
     def __init__(self, address: str, turns: random.Random, *, squats: bool = True) -> None:
@@ -112,6 +112,7 @@ class HostilePeer:
         self._rushing = threading.Event()
         self.secrets = [turns.randbytes(SECRET_BYTES) for _ in range(4)]
         """The peer's own session secrets."""
+        self._incarnations = frozenset(map(incarnation_of, self.secrets))
 
     def act(self, calls: int) -> None:
         """Make some calls.
@@ -186,6 +187,13 @@ class HostilePeer:
                 if field_name in request.DESCRIPTOR.fields_by_name:
                     cleared: Message = request
                     cleared.ClearField(field_name)
+            if (
+                isinstance(request, pb.WatchRequest)
+                and not self._squats
+                and request.engine.incarnation in self._incarnations
+            ):
+                # Another's name may have been drawn beside it.
+                request.engine.engine_id = OWN_ID
         elif isinstance(request, pb.ReadBlocksRequest):
             request.wait.FromMilliseconds(50)
         made: Message = request

@@ -180,7 +180,7 @@ class Engine:
         if error is not None:
             return Seen(error)
         result = read.result(0)
-        return Seen(None, result.confirmed, result.bytes)
+        return Seen(None, result.confirmed, result.bytes, leased=not read._read.hinted)
 
     def wait_quiet(self, number: int, timeout: float) -> bool:
         """Wait until a read's blocks may be reused; forgets the read then."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvferry import Interval, Publication, Release
 from kvferry._clock import now
+from kvferry.errors import KvferryError
 from kvferry.stats import TransportGauges
 from tests.support.caches import POISON, Memory, Model, shards
 from tests.support.faults.processes import SOON, EngineProcess, Node
@@ -301,7 +302,11 @@ class Reader:
         """Begin a read; with `tokens`, for another prompt, with a reference that does not say whose it is."""
         ids, began = self.take(len(request.ids)), now()
         reference = without_marks(request.publication.reference) if tokens else request.publication.reference
-        number = self.process.call("read", reference, ids, tokens or request.tokens, **options)
+        try:
+            number = self.process.call("read", reference, ids, tokens or request.tokens, **options)
+        except KvferryError:
+            self._free.update(ids)
+            raise
         return Reading(self, request, ids, number, began)
 
     def send_read(self, request: Request, **options: Any) -> Reading:

@@ -58,11 +58,13 @@ class Seen:
         error: why it gave no good bytes; None: it did.
         confirmed: the home said VALID.
         moved: bytes.
+        leased: it had a lease at its end.
     """
 
     error: Exception | None
     confirmed: bool = False
     moved: int = 0
+    leased: bool = False
 
 
 @dataclass(frozen=True)

@@ -155,6 +155,10 @@ def _without_a_lease() -> Iterator[Scenario]:
 
 WITHOUT_A_LEASE = tuple(_without_a_lease())
 
+LEASED_IN_TIME = Expected((Good(None),), (), (READ, UNREAD), (RESTART, LEASE, HOLD), SERVED)
+"""What a read of those scenarios sees that has got its lease before its home was gone: half a second may pass on a busy
+machine until the fault comes."""
+
 STOPPED_FOR_GOOD = Row(
     "SIGSTOP to a source rank, for good",
     "during the read",
