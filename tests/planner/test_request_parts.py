@@ -231,6 +231,27 @@ def test_the_layers_of_each_chunk_are_read_as_they_finish() -> None:
         assert parts.next(chunk, last=first == 4).total_bytes == layer
 
 
+def test_layers_that_are_ahead_by_different_tokens_are_each_read_once() -> None:
+    """As of a pipeline, whose first stage may be two chunks ahead of the second, and that one of the third."""
+    model = tensors(layers=3, axis=2, state_bytes=2)
+    made = [engine(name, model, block_tokens=4, num_blocks=16).geometry() for name in ("p", "d")]
+    plan = plan_read(made[0], made[1], 0)
+    theirs, mine = {"full": Blocks([1, 2, 3], 0, 12)}, {"full": Blocks([5, 6, 7])}
+    parts = RequestParts(plan, mine, (0, 12))
+    block = plan.expand(theirs, mine, (0, 12)).total_bytes // 9
+    found = [
+        parts.next({}, Unfinished(runs_of({"full": Blocks(ids, 0, 4 * len(ids))}), layers), last=False).total_bytes
+        for ids, layers in (
+            ([1], ("layers.0",)),
+            ([1, 2], ("layers.1",)),
+            ([1, 2, 3], ("layers.0",)),
+            ([1, 2], ("layers.0", "layers.1", "layers.2")),
+        )
+    ]
+    assert found == [block, 2 * block, 2 * block, 2 * block]
+    assert parts.next(theirs, last=True).total_bytes == 2 * block
+
+
 def test_a_source_that_never_names_the_same_layers_twice_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "READS_KEPT", 20)
     model = tensors(layers=6, axis=2, state_bytes=2)
