@@ -82,6 +82,9 @@ class RankGeometry:
         object.__setattr__(self, "labels", integer_map("labels", self.labels))
         if self.rank < 0:
             raise BadGeometry("rank", f"{self.rank} is negative")
+        for label in self.labels:
+            if not showable(label):
+                raise BadGeometry(f"rank {self.rank}", f"label {label[:80]!a} has control characters")
         seen: set[str] = set()
         for plane in self.planes:
             if plane.name in seen:

@@ -16,5 +16,6 @@ PAGE_SHARE = 0.1
 pause, in which the next ones wait."""
 
 PAGE_SIZE = 50  # Entries of a listing on one page
+MAX_LABEL = 256  # Characters of a rank's labels on a page: each of its ranks may have megabytes
 LAG_POLL = 0.5  # Between two measurements of how late the event loop runs its timers
 OVERDUE = 5.0  # By which the home's timers may be late before the node server counts as ill

@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 
 from kvferry._summaries import duration, engine_row, request_row, size, transfer_row
 from kvferry.v1 import introspection_pb2 as ipb
-from kvferry_server.admin.limits import PAGE_SIZE
+from kvferry_server.admin.limits import MAX_LABEL, PAGE_SIZE
 from kvferry_server.admin.node_state import NodeState, Row, last_reads, overview
 from kvferry_server.admin.problems import Problem, problems
 from kvferry_server.domain.engine import Engine
@@ -155,7 +155,7 @@ def _rank_rows(engine: Engine, first: int) -> tuple[list[Row], int]:
             {
                 "Rank": rank,
                 "State": state,
-                "Labels": "" if registration is None else registration.geometry.label,
+                "Labels": "" if registration is None else registration.geometry.label[:MAX_LABEL],
                 "Planes": 0 if registration is None else len(registration.geometry.planes),
                 "Cache": "" if registration is None else size(registration.cache_bytes),
                 "Node": engine.nodes.get(rank, ""),

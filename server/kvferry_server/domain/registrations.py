@@ -64,14 +64,15 @@ class Registration:
 
     @property
     def size(self) -> int:
-        """Estimated bytes in memory. Names count in full: peers choose them, so none are shared."""
-        names = sum(
-            len(text.encode()) for plane in self.geometry.planes for text in (plane.layer, plane.format, plane.dtype)
-        )
-        identity = sum(256 + len(key.encode()) + len(value.encode()) for key, value in self.identity.items())
+        """Estimated bytes in memory. Texts count in full: peers choose them, so none are shared."""
+        planes, groups, labels = self.geometry.planes, self.groups, self.geometry.labels
+        named = [text for plane in planes for text in (plane.layer, plane.format, plane.dtype)]
+        named += [text for group in groups for text in (group.name, group.pool)]
+        # Labels are also in the rank as it is encoded for readers.
+        texts = text_bytes(*named) + sum(text_bytes(*pair) for pair in self.identity.items()) + 2 * text_bytes(*labels)
         agent = 0 if self.agent is None else len(self.agent.metadata) + 256 * len(self.agent.regions)
-        planes = PLANE_BYTES * len(self.geometry.planes) + names
-        return REGISTRATION_BYTES + planes + PLANE_BYTES * len(self.groups) + identity + agent
+        entries = 256 * (len(self.identity) + len(labels))
+        return REGISTRATION_BYTES + PLANE_BYTES * (len(planes) + len(groups)) + texts + entries + agent
 
     @property
     def block_bytes(self) -> Mapping[str, int]:
@@ -92,6 +93,11 @@ class Registration:
             pool = ("pool", group.pool) if group.pool else ("group", group.name)
             largest[pool] = max(largest.get(pool, 0), sizes[group.name])
         return sum(largest.values())
+
+
+def text_bytes(*texts: str) -> int:
+    """Return the bytes that the characters of texts take in memory: four each where one of a text is far from ASCII."""
+    return sum(len(text) * (1 if text.isascii() else 4) for text in texts)
 
 
 def first_difference(one: Registration, other: Registration) -> str:

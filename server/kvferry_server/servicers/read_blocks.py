@@ -80,19 +80,19 @@ async def _found(home: Home, request: LeaseRequest, waits_until: float, wait: fl
         waiting = home.routing.wait(sources, wanted, request)
     try:
         with home.wakeups.watching(waiting) as waker:
-            while found is None:
+            while True:
+                with home.turn():
+                    found = home.routing.find(_living(home, sources), wanted)
+                    if found is not None:
+                        return home.routing.request(found, request)
                 left = waits_until - home.clock.now()
                 if left <= 0:
                     problem = f"nothing was published by engine {sources[0].engine_id!r} under the router key"
                     raise _timeout(f"{problem} {wanted.name!r}", sources[0], 0, wait)
                 await waker.wait(left)
                 waker.clear()
-                with home.turn():
-                    found = home.routing.find(_living(home, sources), wanted)
     finally:
         home.routing.end_wait(waiting)
-    with home.turn():
-        return home.routing.request(found, request)
 
 
 def _living(home: Home, sources: Sequence[EngineRef]) -> list[EngineRef]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from urllib.parse import urlencode
@@ -15,11 +16,13 @@ import pytest
 from kvferry._wire.channel import connect
 from kvferry.v1 import errors_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.admin.page import Html, each, html
+from kvferry_server.admin.limits import PAGE_SIZE
+from kvferry_server.admin.page import Html, each, engine_page, html
 from tests.server.admin.browser import browser
 from tests.server.admin.conftest import Watched
 from tests.support.admin_listeners import get
 from tests.support.node_servers import Kvferryd
+from tests.support.parties import SECRETS, P, Scene, rank_geometry, registration
 from tests.support.raw_parties import Party
 from tests.support.waiting import until
 
@@ -209,6 +212,16 @@ def test_engine_page_shows_the_ranks(named: Watched) -> None:
     assert 'id="ranks"' in got.text
     assert "registered" in got.text
     assert EVIL not in got.text
+
+
+def test_labels_of_any_length_make_no_long_page() -> None:
+    scene, ranks = Scene(), 60
+    for rank in range(ranks):
+        geometry = replace(rank_geometry(rank, ranks, heads=64), labels={"x" * 100_000: 1})
+        scene.registry.register(registration(rank=rank, ranks=ranks, geometry=geometry), SECRETS[P])
+    shown = engine_page(scene.registry.find(P), 0)
+    assert shown.count("x" * 256) == PAGE_SIZE
+    assert len(shown) < 100_000
 
 
 def test_units_are_those_of_people(named: Watched) -> None:

@@ -470,7 +470,10 @@ def test_missing_ranks_are_named_up_to_a_limit(scene: Scene, missing: int, endin
     assert caught.value.values["missing_ranks"] == ",".join(map(str, range(1, 65)))
 
 
-@pytest.mark.parametrize("grows", ["planes", "names", "groups", "identity", "regions", "metadata"])
+GROWS = ["planes", "names", "groups", "pools", "identity", "regions", "metadata", "labels", "texts"]
+
+
+@pytest.mark.parametrize("grows", GROWS)
 def test_registration_is_accounted_with_about_the_memory_it_uses(grows: str) -> None:
     def made(count: int) -> Registration:
         """A registration with about this much of one thing, sharing no objects."""
@@ -483,7 +486,8 @@ def test_registration_is_accounted_with_about_the_memory_it_uses(grows: str) -> 
             dataclasses.replace(planes[0], layer=f"{long}{n}", format=f"{long}{n}", dtype=f"d{n}", shared=True)
             for n in range(at.get("planes", at.get("names", 5)))
         )
-        geometry = dataclasses.replace(given.geometry, planes=more)
+        labels = {f"{n:0500}": n for n in range(at.get("labels", 0))}
+        geometry = dataclasses.replace(given.geometry, planes=more, labels=labels)
         region = agent.regions[0]
         agent = AgentInfo(
             agent.name,
@@ -491,8 +495,13 @@ def test_registration_is_accounted_with_about_the_memory_it_uses(grows: str) -> 
             hashlib.sha256(b"m" * at.get("metadata", 1)).digest(),
             tuple(dataclasses.replace(region, length=region.length + n) for n in range(at.get("regions", 1))),
         )
-        others = (dataclasses.replace(FULL, name=f"group {n}", pool=f"p{n}") for n in range(at.get("groups", 1)))
-        identity = {f"key {n}": f"{n}".rjust(500) for n in range(at.get("identity", 1))}
+        pool = "p" * 500 if grows == "pools" else "p"
+        count = at.get("groups", at.get("pools", 1))
+        others = (dataclasses.replace(FULL, name=f"group {n}", pool=f"{pool}{n}") for n in range(count))
+        # One character that is far from ASCII makes all of its text large.
+        filling = "\N{PILE OF POO}" if grows == "texts" else "x"
+        count = at.get("identity", at.get("texts", 1))
+        identity = {f"key {n}": f"{n}{filling}".rjust(500) for n in range(count)}
         return Registration(P, 1, identity, (FULL, *others), geometry, agent)
 
     less = made(10)

@@ -147,6 +147,21 @@ async def test_no_answer_in_time_is_a_miss_and_a_later_one_is_released(
     assert await released(watch) == (1, pb.RELEASE_OUTCOME_DECLINED)
 
 
+async def test_read_learns_of_a_question_that_ends_in_the_moment_in_which_it_begins_to_wait(
+    node: Node, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, wait = await asked(node), node.home.routing.wait
+
+    def waited(*arguments: Any) -> Any:
+        waiting = wait(*arguments)
+        node.clock.pass_by(1.0)
+        return waiting
+
+    monkeypatch.setattr(node.home.routing, "wait", waited)
+    error = await asyncio.wait_for(raised(node.read(reference=given)), TIMEOUT / 2)
+    assert isinstance(error, PrefixMiss)
+
+
 async def test_ask_that_is_declined_is_withdrawn(node: Node, watch: Watch) -> None:
     given = await asked(node)
     read = await begin(node, given)

@@ -451,8 +451,11 @@ async def test_a_name_that_cannot_be_shown_is_refused_wherever_a_peer_chooses_on
         assert answer.error.metadata["field"] == "publish.router_key"
         layered = register_request(1, 2)
         layered.rank.planes[0].layer = name
-        error = await raised(node.kv.RegisterCache(layered, timeout=TIMEOUT))
-        assert "control characters" in error.message
+        labelled = register_request(1, 2)
+        labelled.rank.labels[name] = 1
+        for request in (layered, labelled):
+            error = await raised(node.kv.RegisterCache(request, timeout=TIMEOUT))
+            assert "control characters" in error.message
 
 
 @pytest.mark.parametrize(
