@@ -96,7 +96,8 @@ class Soak:
             try:
                 play_round()
             except Exception:
-                self._failed(f"round {sum(self.counts.values())}, {kind}:\n{traceback.format_exc()}")
+                played = sum(count for what, count in self.counts.items() if what.endswith(" rounds"))
+                self._failed(f"round {played}, {kind}:\n{traceback.format_exc()}")
                 self._end_world()
                 sound = kind != "geometry"
             self.counts[f"{kind} rounds"] += 1

@@ -88,7 +88,11 @@ def pair_fixture(fabric: Fabric) -> Pair:
     return Pair(fabric)
 
 
-def test_a_read_from_a_hint_counts_without_a_lease_and_releases_its_publication(pair: Pair) -> None:
+def test_a_read_from_a_hint_counts_without_a_lease_and_releases_its_publication(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # However busy the machine is.
+    monkeypatch.setattr("kvferry._reads.leased_reads.LEASE_AFTER", 1000.0)
     publication = pair.publish(payload=b"first token")
     granted = records(pair.fabric).journal.notifications
     read = pair.cache.read(publication.reference, {"full": Blocks([7])})
@@ -458,16 +462,25 @@ def test_a_lease_that_came_too_late_does_not_end_its_read(pair: Pair, monkeypatc
     assert pair.holds(3)
 
 
-def test_a_long_read_counts_by_its_lease_while_its_home_is_away(pair: Pair) -> None:
+@pytest.mark.parametrize("leased", [True, False])
+def test_a_long_read_counts_without_its_home_only_by_a_lease(pair: Pair, leased: bool) -> None:
     publication = pair.publish()
     with pair.fabric.hold_reads() as held:
         read = pair.cache.read(publication.reference, {"full": Blocks([7])}, timeout=1000.0)
         held.wait(1, SOON)
-        pair.fabric.advance(1.0)
-        until(lambda: len(pair.leases()) == 1)
+        if leased:
+            pair.fabric.advance(1.0)
+            until(lambda: len(pair.leases()) == 1)
         pair.fabric.stop_home()
-    assert not read.result(SOON).confirmed
-    assert pair.holds(3)
+        # It may ask for a lease in vain.
+        pair.fabric.advance(1.0)
+    if leased:
+        assert not read.result(SOON).confirmed
+        assert pair.holds(3)
+        return
+    for _ in range(80):
+        pair.fabric.advance(0.25)
+    assert isinstance(read.exception(SOON), TransferExpired)
 
 
 def test_a_long_read_whose_home_is_away_from_its_begin_ends_long_before_its_timeout(pair: Pair) -> None:

@@ -48,14 +48,14 @@ def play(world: World, scenario: Scenario) -> None:
     world.sound = True
 
 
-def _read(world: World, request: Request) -> Reading:
-    """Begin a read, once the reader finds the source's home. A home that was gone for longer than its listings last
-    lists its engines again when they are back."""
+def _read(world: World, request: Request, timeout: float = PATIENT) -> Reading:
+    """Begin a read, once the reader finds the source's home in the directory: it hears late of an engine that is back,
+    and a home that was gone for longer than its listings last lists its engines when they are back."""
     found: list[Reading] = []
 
     def begins() -> bool:
         with suppress(EngineNotListed):
-            found.append(world.reader.read(request, timeout=PATIENT))
+            found.append(world.reader.read(request, timeout=timeout))
         return bool(found)
 
     until(begins)
@@ -139,7 +139,7 @@ def _begin(world: World, scenario: Scenario) -> tuple[Request, Reading | None]:
         return request, None
     _inject(world, scenario)
     if world.reader.process not in parties(world, scenario.target):
-        return request, world.reader.read(request, timeout=timeout)
+        return request, _read(world, request, timeout)
     return request, None if killed_reader else world.reader.send_read(request, timeout=timeout)
 
 
