@@ -8,7 +8,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +308,54 @@ def test_reads_end_and_leases_are_renewed_whatever_a_handler_of_each_record_rais
     assert {record.levelno for record in records} >= {logging.DEBUG, logging.INFO, logging.WARNING}
     # Each names the line that has logged it.
     assert "_logs" not in {record.module for record in records}
+
+
+def test_handlers_and_hooks_may_ask_for_stats_of_each_record_and_span() -> None:
+    """Also while what they ask about is changing: in the middle of a publish, a read's end, or a release."""
+    asked, records = list[Callable[[], object]](), set[tuple[str, int]]()
+
+    def ask() -> None:
+        for each in asked:
+            each()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.add((record.module, record.levelno))
+            ask()
+
+    class Span(_tracing.Span):
+        def end(self, *_: object, **__: object) -> None:
+            ask()
+
+    def work() -> None:
+        with Fabric(hold=1.0) as fabric:
+            pair = Pair(fabric)
+            spec = EngineSpec("e", (Group("full", block_tokens=16, num_blocks=64),))
+            asked.extend([pair.reader.stats, pair.source.stats, SchedulerPort(pair.reader, spec).stats])
+            asked.append(pair.source._session.unreleased)
+            pair.serve()
+            publication = pair.source.publish("fails", {"full": Blocks([60])}, checksums=True)
+            fabric.fail_reads()
+            failed = pair.cache.read(publication.reference, {"full": Blocks([60])}, timeout=SOON)
+            assert isinstance(failed.exception(SOON), TransferFailed)
+            until(lambda: bool(pair.source.released()))
+        ended.set()
+
+    ended, handler, logger = threading.Event(), Handler(), logging.getLogger("kvferry")
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    _tracing.use(lambda *_: Span("00-" + "1" * 32 + "-" + "2" * 16 + "-01"))
+    try:
+        # On a thread of its own, which would wait for itself for ever.
+        threading.Thread(target=work, daemon=True).start()
+        assert ended.wait(SOON)
+    finally:
+        _tracing.use(None)
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    assert records >= {
+        (name, level) for name in ("publications", "leased_read") for level in (logging.DEBUG, logging.INFO)
+    }
 
 
 def test_only_logs_talk_to_handlers() -> None:

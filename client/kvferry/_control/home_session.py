@@ -201,21 +201,20 @@ class HomeSession:
             miss = pb.Notification(miss=pb.Miss(question=question.number, reason=pb.MissReason.ValueType(reason)))
             self._loop.call(partial(self._misses.send, self._control, [Message(miss, question.deadline)]))
 
+    # Without the lock, with which handlers of logs and hooks of traces are called: they may ask for these.
+
     def unreleased(self) -> tuple[Publication, ...]:
-        with self.lock:
-            return tuple(self._offers.unreleased())
+        return tuple(self._offers.unreleased())
 
     def stats(self) -> SourceStats:
         """Count the publications; a closed session holds none."""
-        with self.lock:
-            held = 0 if self.closed else len(self._offers.unreleased())
-            return SourceStats(self._offers.published, held, dict(self._offers.outcomes))
+        held = 0 if self.closed else len(self._offers.unreleased())
+        return SourceStats(self._offers.published, held, dict(self._offers.outcomes))
 
     def counts(self) -> tuple[int, int, int]:
         """Return the numbers of publications that were made, that `released` has returned, and that the home did not
         accept."""
-        with self.lock:
-            return self._offers.published, self._taken, self._offers.outcomes["refused"]
+        return self._offers.published, self._taken, self._offers.outcomes["refused"]
 
     def on_refill(self, refill: Callable[[], Awaitable[None]]) -> None:
         """Await `refill` whenever the home has lost its record of this engine."""

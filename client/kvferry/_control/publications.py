@@ -327,8 +327,8 @@ class Offers:
         return found
 
     def unreleased(self) -> Sequence[Publication]:
-        """Return the publications whose blocks are still pinned."""
-        return tuple(held.publication for held in self._held.values())
+        """Return the publications whose blocks are still pinned. May be called on any thread."""
+        return tuple(held.publication for held in tuple(self._held.values()))
 
     def _incomplete(self, number: int) -> _Held:
         held = self._held.get(number)

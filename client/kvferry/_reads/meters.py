@@ -23,8 +23,9 @@ def kind_of(error: KvferryError | None) -> str:
 class ReadMeter:
     """Measures the reads of one client.
 
-    Threading: `stats` may be called from any thread; the others with `lock` held, which also guards the reads
-    themselves, see `LeasedReads`.
+    Threading: `stats` may be called from any thread, and takes no lock, with which handlers of logs and hooks of traces
+    are called: they may ask for it. The others are called with `lock` held, which also guards the reads themselves, see
+    `LeasedReads`.
     """
 
     def __init__(self) -> None:
@@ -61,9 +62,8 @@ class ReadMeter:
         self._stats.disputed += 1
 
     def stats(self) -> ReadStats:
-        with self.lock:
-            found = copy.deepcopy(self._stats)
-            found.stages.update(read.stage.value for read in self._under_way)
+        found = copy.deepcopy(self._stats)
+        found.stages.update(read.stage.value for read in tuple(self._under_way))
         return found
 
     def _count(self, read: LeasedRead, outcome: str) -> None:
