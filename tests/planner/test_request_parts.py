@@ -232,7 +232,7 @@ def test_the_layers_of_each_chunk_are_read_as_they_finish() -> None:
 
 
 def test_layers_that_are_ahead_by_different_tokens_are_each_read_once() -> None:
-    """As of a pipeline, whose first stage may be two chunks ahead of the second, and that one of the third."""
+    """Whatever a source says: a home passes on no other blocks before those of which layers were named are complete."""
     model = tensors(layers=3, axis=2, state_bytes=2)
     made = [engine(name, model, block_tokens=4, num_blocks=16).geometry() for name in ("p", "d")]
     plan = plan_read(made[0], made[1], 0)

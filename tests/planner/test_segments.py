@@ -156,7 +156,7 @@ def test_replicas_move_each_state_once_also_if_a_token_is_not_required(seed: int
 
 
 def test_segments_do_not_depend_on_the_distance_along_the_line() -> None:
-    """A request may begin at any token below 2**62."""
+    """Positions far beyond those of tokens, which stay below 2**40, are exact too."""
 
     def cuts(lane: Lane, needed: GroupRequest) -> list[tuple[int, int, int, list[int], list[int]]]:
         found = segments(lane, needed)
