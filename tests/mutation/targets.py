@@ -183,6 +183,11 @@ TARGETS: dict[str, Target] = {
             "Registration.size: 256 -> 257": ABOUT,
             "Registration.size: 256 -> 255": ABOUT,
             "Registration.size: 0 -> 1": ABOUT,
+            "Registration.size: 2 -> 3": ABOUT,
+            "Registration.size: 2 -> 1": ABOUT,
+            "text_bytes: 4 -> 5": ABOUT,
+            "text_bytes: 4 -> 3": ABOUT,
+            "text_bytes: 1 -> 2": ABOUT,
             "engine_difference: True -> False": "as many of each, as is asked before",
             "first_difference: _agent_difference(one, other) -> _agent_difference(other, one)": BOTH_WAYS_ROUND,
             "first_difference: _rank_difference(one.geometry, other.geometry) -> "

@@ -23,7 +23,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvferry._summaries import as_dict
 from kvferry._wire.channel import Address
-from kvferry.errors import KvferryError
+from kvferry.errors import InvalidField, KvferryError
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry_server.admin import limits, page
 from kvferry_server.admin.metrics import NodeCollector
@@ -162,12 +162,14 @@ class AdminService(AdminListener):
         if handler is None:
             return 404, HTML, page.problem_page("There is no such page.").encode()
         try:
-            found = handler(dict(parse_qsl(request.query_string, max_num_fields=16, errors="replace")))
+            query = dict(parse_qsl(request.query_string, max_num_fields=16, errors="replace"))
+        except ValueError:
+            return 400, HTML, page.problem_page("The address is malformed.").encode()
+        try:
+            found = handler(query)
             return await found if isinstance(found, Awaitable) else found
         except KvferryError as error:
             return 404, HTML, page.problem_page(f"{error.message} ({error.reason})").encode()
-        except ValueError:
-            return 400, HTML, page.problem_page("The address is malformed.").encode()
         except Exception:
             logger.exception("%s failed", request.path)
             return 500, TEXT, b"internal error; the node server's log has details\n"
@@ -210,11 +212,11 @@ class AdminService(AdminListener):
         return _json(state) if query.get("format") == "json" else _page(page.state_page(state))
 
     def _engine(self, query: Query) -> Answer:
-        first = int(query.get("first", "0"))
-        if first < 0:
-            raise ValueError(first)
+        first = query.get("first", "0")
+        if not re.fullmatch("[0-9]{1,9}", first):
+            raise InvalidField("first", first[:64], "a rank")
         with self._node.home.turn():
-            return _page(page.engine_page(self._node.home.engines.find_live(query.get("engine_id", "")), first))
+            return _page(page.engine_page(self._node.home.engines.find_live(query.get("engine_id", "")), int(first)))
 
 
 def _probe(problem: str) -> Answer:

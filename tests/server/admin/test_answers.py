@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvferry._wire.channel import connect
+from kvferry_server.node.loading import configure
+from kvferry_server.node.server import NodeServer
 from tests.server.admin.conftest import Watched
 from tests.support.admin_listeners import Got, get
 from tests.support.node_servers import Kvferryd, free_port, refused
@@ -80,7 +83,8 @@ def test_lists_come_in_pages(watched: Watched) -> None:
         ("/nothing", 404),
         ("/statusz/reads?page_token=%00%ff%21", 404),
         ("/engine?engine_id=nobody", 404),
-        ("/engine?engine_id=nobody&first=x", 400),
+        ("/engine?engine_id=nobody&first=x", 404),
+        ("/engine?engine_id=nobody&first=-1", 404),
         ("/engine?" + "&".join(f"a{index}=1" for index in range(40)), 400),
     ],
 )
@@ -88,6 +92,23 @@ def test_bad_path_gets_a_plain_answer(watched: Watched, path: str, code: int) ->
     got = get(watched.admin, path)
     assert got.code == code
     assert "Traceback" not in got.text
+
+
+async def test_page_that_cannot_be_made_is_no_malformed_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def front(*_: object) -> None:
+        raise ValueError("Value out of range")
+
+    monkeypatch.setattr("kvferry_server.admin.page.front", front)
+    node = NodeServer(configure(unix=str(tmp_path / "node.sock"), listen="", admin="127.0.0.1:0"))
+    await node.start()
+    try:
+        got = await asyncio.to_thread(get, node.admin, "/")
+    finally:
+        await node.stop(0)
+    assert (got.code, "log has details" in got.text) == (500, True)
+    assert "Value out of range" in caplog.text
 
 
 def test_methods_other_than_get_and_head_are_refused(watched: Watched) -> None:

@@ -39,6 +39,7 @@ from tests.support.parties import (
     FULL,
     P2,
     SECRETS,
+    STATE,
     TIMES,
     WINDOW,
     FakeClock,
@@ -528,7 +529,7 @@ def test_cache_bytes_of_an_engine_count_each_rank_once(scene: Scene) -> None:
 @pytest.mark.parametrize(("pool", "caches"), [("device", 1), ("", 2)])
 def test_cache_bytes_count_memory_that_groups_of_a_pool_share_once(pool: str, caches: int) -> None:
     """So a cache that is pinned as a whole is pinned to 100 %, however many groups share it."""
-    groups = tuple(dataclasses.replace(group, pool=pool) for group in (FULL, WINDOW))
+    groups = (STATE, *(dataclasses.replace(group, pool=pool) for group in (FULL, WINDOW)))
     planes = rank_geometry().planes
     more = rank_geometry(base=BASE if pool else 2 * BASE + planes[-1].extent[1]).planes
     of_window = (dataclasses.replace(plane, group="window", layer=f"w.{plane.layer}") for plane in more)
