@@ -167,10 +167,10 @@ def move(sources: Connection, homes: tuple[str, str], case: Case) -> None:
         ]
         results = [read.result(30) for read in reads]
         assert held.faults("request", mine, case.tokens, case.held) == []
-        assert all(result.confirmed for result in results)
         if case.path != "auto":
             assert [r.staged_bytes for r in results] == [r.bytes if case.path == "staged" else 0 for r in results]
     finally:
         held.close()
         sources.send("done")
+    # The home has counted all reads, although its answers may come too late to confirm them.
     assert sources.recv() == ["READ"]

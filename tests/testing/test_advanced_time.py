@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry import Blocks, Cache, Client, EngineSpec, Group, ReleaseOutcome, SchedulerPort, WorkerPort
+from kvferry import Blocks, Cache, Client, EngineSpec, Group, Release, ReleaseOutcome, SchedulerPort, WorkerPort
 from kvferry.errors import InvalidField, PublicationTimeout
 from kvferry.testing import Fabric
 from tests.support.waiting import until
@@ -69,6 +69,27 @@ def test_a_publication_that_nobody_reads_comes_back_after_the_hold(fabric: Fabri
     fabric.advance(2.0)
     (release,) = prefill.session.released(SOON)
     assert (release.request_id, release.outcome, release.local) == ("mine", ReleaseOutcome.UNREAD, False)
+
+
+def test_a_publication_is_held_from_when_a_home_that_was_away_takes_it(fabric: Fabric) -> None:
+    """The readers that were given it meanwhile have failed, and others may come: only a decline ends the hold."""
+    port, _, _ = decode(fabric.client())
+    fabric.stop_home()
+    port.publish("mine", {"full": Blocks([1])})
+    fabric.advance(40.0)
+    fabric.start_home()
+    until(lambda: bool(fabric._homes[fabric.address]._home.journal.pinned))
+    fabric.advance(118.0)
+    assert port.released() == []
+    fabric.advance(3.0)
+    released: list[Release] = []
+
+    def told() -> bool:
+        released.extend(port.released())
+        return bool(released)
+
+    until(told)
+    assert [(release.request_id, release.outcome) for release in released] == [("mine", ReleaseOutcome.UNREAD)]
 
 
 def test_a_publication_comes_back_after_the_lease_and_the_hold_of_a_reader_that_died(
