@@ -169,8 +169,12 @@ def move(sources: Connection, homes: tuple[str, str], case: Case) -> None:
         assert held.faults("request", mine, case.tokens, case.held) == []
         if case.path != "auto":
             assert [r.staged_bytes for r in results] == [r.bytes if case.path == "staged" else 0 for r in results]
-    finally:
+    except BaseException:
         held.close()
         sources.send("done")
-    # The home has counted all reads, although its answers may come too late to confirm them.
-    assert sources.recv() == ["READ"]
+        raise
+    # The home counts all reads, although its answers may come too late to confirm them, and the reports come again.
+    sources.send("done")
+    outcomes = sources.recv()
+    held.close()
+    assert outcomes == ["READ"]

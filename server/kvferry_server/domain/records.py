@@ -429,7 +429,8 @@ class Records:
                 self._tell_released(publication, now)
             publication.tell_again_at = now + self.times.max_ttl
         elif publication.grantable:
-            final = now >= publication.final_at
+            # For the first reason, however late the timer is: this host may have slept.
+            final = bool(publication.leases) or publication.final_at <= publication.hold_until
             self.end(publication, ReleaseOutcome.FINAL if final else ReleaseOutcome.UNREAD, now)
         else:
             self.engines[publication.source].declined.discard(publication)
