@@ -214,7 +214,9 @@ class HomeSession:
     def counts(self) -> tuple[int, int, int]:
         """Return the numbers of publications that were made, that `released` has returned, and that the home did not
         accept."""
-        return self._offers.published, self._taken, self._offers.outcomes["refused"]
+        # In this order: what is published and released in between must not make fewer than there are.
+        taken, refused = self._taken, self._offers.outcomes["refused"]
+        return self._offers.published, taken, refused
 
     def on_refill(self, refill: Callable[[], Awaitable[None]]) -> None:
         """Await `refill` whenever the home has lost its record of this engine."""

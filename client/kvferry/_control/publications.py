@@ -328,7 +328,7 @@ class Offers:
 
     def unreleased(self) -> Sequence[Publication]:
         """Return the publications whose blocks are still pinned. May be called on any thread."""
-        return tuple(held.publication for held in tuple(self._held.values()))
+        return tuple(held.publication for held in list(self._held.values()))
 
     def _incomplete(self, number: int) -> _Held:
         held = self._held.get(number)

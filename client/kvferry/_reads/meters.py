@@ -7,7 +7,7 @@ import dataclasses
 import threading
 from collections.abc import Iterable
 
-from kvferry._reads.leased_read import LeasedRead, ShareWork
+from kvferry._reads.leased_read import LeasedRead, ReadStage, ShareWork
 from kvferry.errors import KvferryError, PrefixMiss, TransferCancelled, TransferExpired
 from kvferry.stats import RankStats, ReadStats, TransportGauges, total
 
@@ -63,7 +63,10 @@ class ReadMeter:
 
     def stats(self) -> ReadStats:
         found = copy.deepcopy(self._stats)
-        found.stages.update(read.stage.value for read in tuple(self._under_way))
+        # A list: a tuple may run the garbage collector, and others, between its iterator's start and end. What has just
+        # ended, and is not counted yet, is in no stage.
+        stages = [read.stage for read in list(self._under_way)]
+        found.stages.update(stage.value for stage in stages if stage not in (ReadStage.REFUSED, ReadStage.ENDED))
         return found
 
     def _count(self, read: LeasedRead, outcome: str) -> None:

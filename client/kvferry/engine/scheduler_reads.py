@@ -221,7 +221,7 @@ class Reads(LeasedReads[SchedulerRead]):
     def counted(self) -> Counter[str]:
         """Return the numbers of reads in `SchedulerStats`, by field. Takes no lock, as `ReadMeter.stats`."""
         found = Counter(self.counts)
-        found.update(read.stage.value for read in tuple(self._by_id.values()))
+        found.update(read.stage.value for read in list(self._by_id.values()))
         found.update(bytes=self.bytes, uncertain=found[ReadStage.ENDED.value])
         return found
 

@@ -148,7 +148,11 @@ METRICS: tuple[Row, ...] = (
         },
         role=("scheduler", "rank"),
     ),
-    _gauge("cache_bytes", "Bytes of the registered caches.", lambda node: sum(one.cache_bytes for one in node.alive)),
+    _gauge(
+        "cache_bytes",
+        "Bytes of the registered caches; memory that groups of one pool share counts once.",
+        lambda node: sum(one.cache_bytes for one in node.alive),
+    ),
     *_counted(Journal, lambda node: node.home.journal),
     _gauge("oldest_pin_age_seconds", "Age of the oldest publication that is not released.", _oldest_pin),
     _gauge(

@@ -68,8 +68,8 @@ class Registration:
         planes, groups, labels = self.geometry.planes, self.groups, self.geometry.labels
         named = [text for plane in planes for text in (plane.layer, plane.format, plane.dtype)]
         named += [text for group in groups for text in (group.name, group.pool)]
-        # Labels are also in the rank as it is encoded for readers.
-        texts = text_bytes(*named) + sum(text_bytes(*pair) for pair in self.identity.items()) + 2 * text_bytes(*labels)
+        # Labels are also in the rank as it is encoded, and in its pages with and without agents.
+        texts = text_bytes(*named) + sum(text_bytes(*pair) for pair in self.identity.items()) + 4 * text_bytes(*labels)
         agent = 0 if self.agent is None else len(self.agent.metadata) + 256 * len(self.agent.regions)
         entries = 256 * (len(self.identity) + len(labels))
         return REGISTRATION_BYTES + PLANE_BYTES * (len(planes) + len(groups)) + texts + entries + agent
