@@ -55,6 +55,18 @@ def kinds(server: Scripted) -> list[str | None]:
     return [kind for request in server.notified for kind in kinds_of(request)]
 
 
+def held_up(server: Scripted) -> threading.Event:
+    """Have a home answer notifications only when this event is set."""
+    release = threading.Event()
+
+    def notify(request: pb.NotifyRequest) -> list[pb.NotificationResult]:
+        release.wait(30)
+        return [DONE for _ in request.notifications]
+
+    server.notify = notify
+    return release
+
+
 def cancel(holder: LeaseHolder, control: Control) -> None:
     """Give a lease back."""
     granted = Acquired(ReaderLease(LEASE, now(), 60.0, 20.0), pb.EngineRef(), "request", GrantedPart({}))
@@ -290,13 +302,7 @@ def test_a_wait_without_an_answer_is_logged_with_its_subject(caplog: pytest.LogC
 
 def test_a_closed_connection_raises_closed(tmp_path: Path) -> None:
     with scripted(tmp_path) as (server, control):
-        release = threading.Event()
-
-        def notify(request: pb.NotifyRequest) -> list[pb.NotificationResult]:
-            release.wait(30)
-            return [DONE for _ in request.notifications]
-
-        server.notify = notify
+        release = held_up(server)
         told = server.loop.submit(control.notify(pb.NotifyRequest(notifications=[pb.Notification()]), 30))
         server.until(lambda: len(server.notified) == 1)
         on_loop(server.loop, control.close)
@@ -311,13 +317,7 @@ def test_a_closed_connection_raises_closed(tmp_path: Path) -> None:
 
 def test_a_closed_connection_ends_the_calls_of_an_earlier_channel(tmp_path: Path) -> None:
     with scripted(tmp_path) as (server, control):
-        release = threading.Event()
-
-        def notify(request: pb.NotifyRequest) -> list[pb.NotificationResult]:
-            release.wait(30)
-            return [DONE for _ in request.notifications]
-
-        server.notify = notify
+        release = held_up(server)
         calls = list[Future[list[NotificationAnswer]]]()
         for count in (1, 2):
             # As when the TLS files hold something else by now.

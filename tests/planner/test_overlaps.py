@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,18 +72,18 @@ def written(plane: Plane, blocks: int) -> set[int]:
 
 
 @st.composite
-def small_planes(draw: st.DrawFn, name: str) -> Plane:
-    """Any order of the axes, any padding, anywhere near."""
-    counts = {axis: draw(st.integers(1, 3)) for axis in ("block", "page", "unit", "token")}
-    span = state_bytes = draw(st.integers(1, 4))
-    strides = dict.fromkeys(counts, 0)
+def padded_planes(
+    draw: st.DrawFn, name: str, base: int, counts: Mapping[str, int], state_bytes: int, paddings: Sequence[int]
+) -> Plane:
+    """Any order of the axes, and behind each as many bytes as one of `paddings`, or once or twice what is in it."""
+    span, strides = state_bytes, dict.fromkeys(counts, 0)
     for axis in draw(st.permutations(sorted(counts))):
         if counts[axis] > 1:
-            strides[axis] = span + draw(st.sampled_from([0, 0, 1, 2, span, 2 * span, 5]))
+            strides[axis] = span + draw(st.sampled_from([*paddings, span, 2 * span]))
             span += strides[axis] * (counts[axis] - 1)
     return plane(
         name,
-        draw(st.integers(0, 60)),
+        base,
         num_blocks=counts["block"],
         block_stride=strides["block"],
         page_tokens=counts["token"],
@@ -94,6 +95,13 @@ def small_planes(draw: st.DrawFn, name: str) -> Plane:
         axis_size=counts["unit"],
         units=Interval(0, counts["unit"]),
     )
+
+
+@st.composite
+def small_planes(draw: st.DrawFn, name: str) -> Plane:
+    """Any order of the axes, any padding, anywhere near."""
+    counts = {axis: draw(st.integers(1, 3)) for axis in ("block", "page", "unit", "token")}
+    return draw(padded_planes(name, draw(st.integers(0, 60)), counts, draw(st.integers(1, 4)), (0, 0, 1, 2, 5)))
 
 
 @given(st.data())
@@ -195,26 +203,8 @@ def large_planes(draw: st.DrawFn, name: str) -> Plane:
         "token": (1, 16, 17, 64),
     }
     counts = {axis: draw(st.sampled_from(of)) for axis, of in sizes.items()}
-    span = state_bytes = draw(st.sampled_from([1, 2, 64, 128, 130, 576, 656]))
-    strides = dict.fromkeys(counts, 0)
-    for axis in draw(st.permutations(sorted(counts))):
-        if counts[axis] > 1:
-            strides[axis] = span + draw(st.sampled_from([0, 0, 1, 3, 16, 64, 4096, span, 2 * span]))
-            span += strides[axis] * (counts[axis] - 1)
-    return plane(
-        name,
-        1 << 46,
-        num_blocks=counts["block"],
-        block_stride=strides["block"],
-        page_tokens=counts["token"],
-        page_stride=strides["page"],
-        block_states=counts["token"] * counts["page"],
-        unit_stride=strides["unit"],
-        token_stride=strides["token"],
-        state_bytes=state_bytes,
-        axis_size=counts["unit"],
-        units=Interval(0, counts["unit"]),
-    )
+    state_bytes = draw(st.sampled_from([1, 2, 64, 128, 130, 576, 656]))
+    return draw(padded_planes(name, 1 << 46, counts, state_bytes, (0, 0, 1, 3, 16, 64, 4096)))
 
 
 @given(st.data())
