@@ -18,7 +18,7 @@ RANGES: dict[str, tuple[str, str]] = {
 """The first version that kvferry accepts, and the first too new one, as in pyproject.toml."""
 
 ONE_QUEUE_UNTIL = "1.84"
-"""Before this version, grpcio handles the calls of all methods one after another (docs/grpc.md)."""
+"""Before this version, grpcio handles the calls of all methods one after another (docs/nixl.md, gRPC in a server)."""
 
 SERVER = ("uvloop", "grpcio-health-checking", "grpcio-reflection", "pydantic-settings")
 
