@@ -77,6 +77,13 @@ def test_metrics_in_documents_exist() -> None:
         assert named - set(METRICS) == set(), page.name
 
 
+def test_the_guide_to_vllm_names_each_metric_of_vllm() -> None:
+    guide = (ROOT / "docs" / "vllm.md").read_text().partition("\n## Metrics and logs\n")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(\w+)`", guide))
+    stems = {re.sub(r"^vllm:kvferry_(read_(?!total))?|_total$", "", metric.full_name) for metric in TABLES["vLLM"]}
+    assert stems - named == set()
+
+
 def test_metric_names_follow_prometheus() -> None:
     """A counter's ``_total`` is Prometheus', a name stands once, and each metric has a sentence."""
     assert len(METRICS) == sum(map(len, TABLES.values()))
