@@ -184,6 +184,7 @@ STRANGER = Row(
     "100 requests of a stranger to the source's node server whose path is not UTF-8",
     "during the read",
     UNNOTICED,
+    "It ends grpcio's own asyncio server.",
 )
 
 HEALED_WHILE_IT_WAITS = Row(
