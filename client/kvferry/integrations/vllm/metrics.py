@@ -1,5 +1,5 @@
-"""The table of the metrics ``vllm:kvferry_…``. Does not import vLLM, because alerts and documents are compared with
-this table where vLLM is not installed."""
+"""The table of the metrics ``vllm:kvferry_…``. Does not import vLLM, because docs/vllm.md is also made from this
+table."""
 
 from __future__ import annotations
 
