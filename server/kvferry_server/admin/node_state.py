@@ -90,7 +90,6 @@ class ShownListener:
     """A gRPC listener of a node server."""
 
     address: Address
-    is_serving: Callable[[], bool]  # False while a new gRPC server replaces another
     calls: Budget
     streams: Budget
     answers: Budget  # Bytes of answers that clients have not taken yet
@@ -142,10 +141,7 @@ class NodeState:
         """Return why the node server takes no new work; empty if it does."""
         if self.home.draining:
             return "draining"
-        if len(self.listeners) < len(self.addresses):
-            return "starting"
-        away = [str(listener.address) for listener in self.listeners if not listener.is_serving()]
-        return f"gRPC's server is being replaced at {' and '.join(away)}" if away else ""
+        return "starting" if len(self.listeners) < len(self.addresses) else ""
 
     def why_not_healthy(self) -> str:
         """Return why only a restart helps; empty if the server works. An answer shows that the event loop runs."""

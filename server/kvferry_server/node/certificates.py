@@ -44,7 +44,7 @@ class Certificates(TlsFiles):
         return self._content or self._read()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return credentials that follow the files. Each gRPC server needs its own."""
+        """Return a gRPC server's credentials, which follow the files."""
         shown = self.content()
 
         def newer() -> grpc.ServerCertificateConfiguration | None:

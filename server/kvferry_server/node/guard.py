@@ -1,4 +1,4 @@
-"""The guard: an interceptor around every handler of a node server.
+"""The guard around every handler of a node server.
 
 - Errors leave a server only through the guard: typed errors as their status; any other exception as INTERNAL, without
   its text, but with an id that is also in the log.
@@ -53,7 +53,7 @@ WAITING = frozenset({KV_TRANSFER + "ReadBlocks"})
 ends their waits."""
 
 
-class Guard(grpc.aio.ServerInterceptor):
+class Guard:
     """Wraps every handler of one gRPC server; see the module. Belongs to one event loop.
 
     Attributes:
@@ -82,14 +82,6 @@ class Guard(grpc.aio.ServerInterceptor):
         self._traced = traced
         self._open: set[asyncio.Task[Any]] = set()
         self._ending = False
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler:
-        """Return the guarded handler of a call, for servers that look up their handlers call by call."""
-        return self.guarded(handler_call_details.method, await continuation(handler_call_details))
 
     def guarded(self, method: str, handler: Handler | None) -> Handler:
         """Wrap the handler of a method; without a handler, make one that refuses calls.

@@ -29,7 +29,6 @@ from kvferry_server.home.home import Home
 from kvferry_server.node.certificates import Certificates
 from kvferry_server.node.config import NodeConfig
 from kvferry_server.node.connections import ConnectionLimiter, connections_each, count_connections, file_limit
-from kvferry_server.node.grpc_server import make_server
 from kvferry_server.node.guard import Guard
 from kvferry_server.node.limits import DRAIN_STREAMS, LEASE_POLL
 from kvferry_server.node.listen import (
@@ -113,8 +112,8 @@ class NodeServer:
             self._policy = read_policy(config.policy)
         if config.trace_endpoint:
             self._tracing = Tracing(config.trace_endpoint)
-        # The advertised address depends on the ports, and the home on that address. gRPC servers come last.
-        self._hold()
+        # The advertised address depends on the ports, and the home on that address. gRPC servers start last.
+        connections = self._listen()
         certificates = self._certificates
         if certificates is not None:
             self._begin(certificates.run(), "certificates")
@@ -132,7 +131,6 @@ class NodeServer:
             lambda: sum(guard.requests.worked_on for guard in self._guards), lambda: self.home.memory.used
         )
         self._begin(trimmer.run(), "trim")
-        connections = connections_each(config.max_connections, len(self._listeners), file_limit())
         settings = {name: getattr(config, name) for name in ("drain", "max_calls", "max_streams")}
         state = NodeState(
             self.home,
@@ -160,15 +158,18 @@ class NodeServer:
 
     async def failed(self) -> None:
         """Wait until the server cannot go on because of a bug, then raise `InternalError`: the home's timers have
-        stopped, so that nothing would be released, or ended gRPC servers are no longer replaced."""
-        running = [
-            self._driver,
-            *(listener.replacing for listener in self._listeners if listener.replacing is not None),
-        ]
-        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        ended = next(task for task in running if task.done())
-        cause = None if ended.cancelled() else ended.exception()
-        raise InternalError(f"{'the home' if ended is self._driver else 'gRPC'} has stopped") from cause
+        stopped, so that nothing would be released, or a gRPC server has ended."""
+        servers = [asyncio.create_task(listener.server.failed()) for listener in self._listeners]
+        running = [self._driver, *servers]
+        try:
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in servers:
+                task.cancel()
+        if self._driver.done():
+            cause = None if self._driver.cancelled() else self._driver.exception()
+            raise InternalError("the home has stopped") from cause
+        raise InternalError("gRPC's server has ended") from next(task.result() for task in servers if task.done())
 
     async def drain(self) -> None:
         """Take no new work from now on; live work goes on, see `Home.drain`. `stop` ends the server. Idempotent."""
@@ -240,22 +241,25 @@ class NodeServer:
         while self.home.records.pinning() and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110
             await asyncio.sleep(LEASE_POLL)
 
-    def _hold(self) -> None:
+    def _listen(self) -> int:
+        """Take the addresses. Returns how many connections each of them may have."""
         config, path, address = self._config, self._config.unix_path, self._config.listen_address
         check_exposure(config)
         if config.tls is not None:
             self._certificates = Certificates(config.tls)
+        connections = connections_each(config.max_connections, (path is not None) + (address is not None), file_limit())
+        options = (*SERVER_OPTIONS, (MAX_CONNECTIONS, connections))
         if path is not None:
-            self._listeners.append(UnixListener(path))
+            self._listeners.append(UnixListener(path, options))
         if address is not None:
-            self._listeners.append(
-                TcpListener(address, self._certificates.credentials if self._certificates is not None else None)
-            )
+            credentials = self._certificates.credentials() if self._certificates is not None else None
+            self._listeners.append(TcpListener(address, options, credentials))
         for listener in self._listeners:
-            listener.hold()
-        held = {listener.address.is_unix: listener.address for listener in self._listeners}
-        self.advertise = advertised(config.advertise, held.get(False), held.get(True))
+            listener.listen()
+        bound = {listener.address.is_unix: listener.address for listener in self._listeners}
+        self.advertise = advertised(config.advertise, bound.get(False), bound.get(True))
         self.addresses = tuple(str(listener.address) for listener in self._listeners)
+        return connections
 
     async def _start_admin(self, state: NodeState) -> None:
         address = self._config.admin_address
@@ -297,14 +301,13 @@ class NodeServer:
             add_HealthServicer_to_server(self._health, server)
             add_reflection(server, OFFERED)
 
-        options = (*SERVER_OPTIONS, (MAX_CONNECTIONS, connections))
         self._guards.append(guard)
-        await listener.serve(lambda: make_server(guard, options, add_services))
+        listener.server.offer(guard, add_services)
+        await listener.server.start()
         address = listener.address
         state.listeners.append(
             ShownListener(
                 address,
-                lambda: listener.is_serving,
                 guard.calls,
                 guard.streams,
                 guard.answers,

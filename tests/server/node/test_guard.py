@@ -28,7 +28,7 @@ from kvferry.errors import (
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer, add_KVTransferServicer_to_server
 from kvferry_server.home.time_slices import TimeSlices
-from kvferry_server.node.grpc_server import make_server
+from kvferry_server.node.grpc_server import Server
 from kvferry_server.node.guard import UNKNOWN_METHOD, Guard
 from kvferry_server.node.requests import Arrivals, Requests
 from kvferry_server.servicers.access import TRUSTED
@@ -91,7 +91,8 @@ async def guarded(
     most: int = 1024, socket: Path | None = None
 ) -> AsyncIterator[tuple[KVTransferAsyncStub, Servicer, Guard, Any]]:
     guard, servicer = Guard(most, most, TRUSTED, Requests(Worker(), TimeSlices())), Servicer()
-    server = make_server(guard, SERVER_OPTIONS, lambda server: add_KVTransferServicer_to_server(servicer, server))
+    server = Server(SERVER_OPTIONS)
+    server.offer(guard, lambda server: add_KVTransferServicer_to_server(servicer, server))
     port = server.add_insecure_port("127.0.0.1:0" if socket is None else f"unix:{socket}")
     await server.start()
     try:
