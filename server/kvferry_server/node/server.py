@@ -11,10 +11,15 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+# Imported for its descriptors: with them tools decode the details of errors.
+from google.rpc import error_details_pb2  # noqa: F401
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import SERVICE_NAME as HEALTH
 from grpc_health.v1.health import aio as health_aio
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION
+from grpc_reflection.v1alpha.reflection import aio as reflection_aio
+from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 
 from kvferry._directory.directory import checked_home
 from kvferry._directory.opening import open_directory
@@ -43,7 +48,6 @@ from kvferry_server.node.listen import (
 from kvferry_server.node.listings import Listings
 from kvferry_server.node.memory import Trimmer, memory_limit
 from kvferry_server.node.policy_file import read_policy
-from kvferry_server.node.reflection import REFLECTIONS, add_reflection
 from kvferry_server.node.requests import Requests
 from kvferry_server.node.tracing import Tracing, untraced
 from kvferry_server.servicers import add_servicers
@@ -63,7 +67,7 @@ SERVICES = (
     admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
 )
 
-OFFERED = (*SERVICES, HEALTH, *REFLECTIONS)
+OFFERED = (*SERVICES, HEALTH, REFLECTION)
 
 
 class NodeServer:
@@ -299,7 +303,7 @@ class NodeServer:
         def add_services(server: Any) -> None:
             add_servicers(server, self.home, relays, self._worker, names, drain=self.drain, call_limits=limits)
             add_HealthServicer_to_server(self._health, server)
-            add_reflection(server, OFFERED)
+            add_ServerReflectionServicer_to_server(reflection_aio.ReflectionServicer(OFFERED), server)
 
         self._guards.append(guard)
         listener.server.offer(guard, add_services)

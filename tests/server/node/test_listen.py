@@ -38,7 +38,6 @@ def test_reflection_lists_all_services_and_their_files(tmp_path: Path) -> None:
             "kvferry.v1.Introspection",
             "kvferry.v1.Admin",
             "grpc.health.v1.Health",
-            "grpc.reflection.v1.ServerReflection",
             "grpc.reflection.v1alpha.ServerReflection",
         }
         found = DescriptorPool(database).FindServiceByName("kvferry.v1.KVTransfer")
