@@ -17,7 +17,7 @@ RANGES: dict[str, tuple[str, str]] = {
 }
 """The first version that kvferry accepts, and the first too new one, as in pyproject.toml."""
 
-SERVER = ("uvloop", "grpcio-health-checking", "grpcio-reflection", "pydantic-settings")
+SERVER = ("uvloop", "grpcio-health-checking", "grpcio-reflection", "pydantic")
 
 _RDMA = {"ib", "rc", "rc_v", "rc_x", "rc_mlx5", "rc_verbs", "dc", "dc_x", "dc_mlx5", "ud", "ud_v", "ud_x", "srd"}
 _CUDA = {"cuda", "cuda_copy", "cuda_ipc", "gpu"}

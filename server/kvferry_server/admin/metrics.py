@@ -217,10 +217,6 @@ METRICS: tuple[Row, ...] = (
     *_counted(NodeState, lambda node: node),
     _gauge("relayed_homes", "Homes to which the node server relays ranks.", lambda node: node.relays.num_homes),
     (
-        Metric("counter", "kvferry_tls_handshakes", "Connections whose TLS handshake has begun. Only with TLS."),
-        lambda node: node.handshakes(),
-    ),
-    (
         Metric(
             "counter",
             "kvferry_tls_handshakes_failed",
@@ -229,7 +225,7 @@ METRICS: tuple[Row, ...] = (
             "closes the connection in the middle is not counted.",
             {"reason": ("no_certificate", "untrusted", "expired", "not_tls", "version", "rejected_by_peer", "other")},
         ),
-        lambda node: None if node.certificates is None else node.failed_handshakes,
+        lambda node: node.failed_handshakes() if node.certificates and node.failed_handshakes else None,
     ),
     _gauge(
         "certificate_expiry_timestamp_seconds",

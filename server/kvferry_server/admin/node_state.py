@@ -107,8 +107,8 @@ class ShownListener:
 class NodeState:
     """A node server, for the admin listener. Belongs to the server's event loop.
 
-    `home_runs` says whether the home's timers run. Without TLS, `certificates` is None, and `handshakes`, which counts
-    the TLS handshakes that have begun, returns None. `failed_handshakes` is by reason; None: they are not counted.
+    `home_runs` says whether the home's timers run. Without TLS, `certificates` is None. `failed_handshakes` returns
+    numbers by reason; None: they are not counted.
     `settings` are those that may be shown: durations, in seconds, and limits. `memory_limit` is in bytes, `started_at`
     in seconds since 1970. `listeners` grows while the server starts. `connections` are the open connections, by the
     listener's name, when they were last counted.
@@ -118,8 +118,7 @@ class NodeState:
     relays: Relays
     home_runs: Callable[[], bool]
     certificates: TlsFiles | None
-    handshakes: Callable[[], int | None]
-    failed_handshakes: Mapping[str, int] | None
+    failed_handshakes: Callable[[], Mapping[str, int]] | None
     settings: Mapping[str, object]
     addresses: Sequence[str]
     memory_limit: int

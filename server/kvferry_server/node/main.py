@@ -58,10 +58,6 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command with these arguments. Returns the exit code."""
-    # gRPC may read the variable as soon as gRPC is imported, and below INFO it does not log failed handshakes.
-    verbose = os.environ.get("GRPC_VERBOSITY", "").upper() in ("INFO", "DEBUG")
-    if not verbose:
-        os.environ.pop("GRPC_VERBOSITY", None)
     # Imported here, so that `main` can say which package of the extra is missing.
     from kvferry_server.node import loading
     from kvferry_server.node.logs import NativeLog
@@ -81,25 +77,20 @@ def run(arguments: Sequence[str]) -> int:
     loading.add_flags(parser)
     flags: dict[str, Any] = vars(parser.parse_args(arguments))
     file, check_only = flags.pop("config"), flags.pop("check_config")
-    renamed, unread = loading.misread_variables(os.environ)
-    if renamed:
-        return _refuse(renamed)
     try:
         loaded = loading.load(flags, loading.config_file(file))
     except loading.BadConfig as error:
         return _refuse(error.message.splitlines())
-    notes = (*loading.warnings(loaded.config), *unread)
+    unread = loading.unread_variables(os.environ)
     little_memory = loading.memory_problems(loaded)
     if check_only:
         print(loaded.describe())
         problems = loading.file_problems(loaded) + little_memory
-        _refuse((*problems, *notes))
+        _refuse((*problems, *unread))
         return 2 if problems else 0
-    # gRPC may also read the variable at its first use. Set any earlier, gRPC would warn about it outside the log.
-    os.environ.setdefault("GRPC_VERBOSITY", "INFO")
-    native = NativeLog()
+    native = NativeLog(loaded.config.log_level, loaded.config.log_format)
     try:
-        return _run(loaded, native, (*notes, *little_memory), verbose=verbose)
+        return _run(loaded, native, (*unread, *little_memory))
     finally:
         native.close()
 
@@ -110,16 +101,13 @@ def _refuse(lines: Iterable[str]) -> int:
     return 2
 
 
-def _run(loaded: Loaded, native: NativeLog, notes: Iterable[str], *, verbose: bool) -> int:
+def _run(loaded: Loaded, native: NativeLog, warnings: Iterable[str]) -> int:
     import uvloop
 
     from kvferry_server.node.limits import SWITCH_INTERVAL
-    from kvferry_server.node.logs import set_up_logging
     from kvferry_server.node.memory import use_few_arenas
 
-    set_up_logging(loaded.config.log_level, loaded.config.log_format)
-    native.start(verbose=verbose)
-    for line in notes:
+    for line in warnings:
         logger.warning("%s", line)
     # Arenas and switch interval are set here and not in NodeServer, because they apply to the whole process.
     use_few_arenas()

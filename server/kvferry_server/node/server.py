@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,7 @@ from kvferry_server.node.listen import (
     is_on_loopback,
 )
 from kvferry_server.node.listings import Listings
-from kvferry_server.node.memory import Trimmer, memory_limit
+from kvferry_server.node.memory import give_back, memory_limit
 from kvferry_server.node.policy_file import read_policy
 from kvferry_server.node.requests import Requests
 from kvferry_server.node.tracing import Tracing, untraced
@@ -74,7 +74,7 @@ class NodeServer:
     """A node server; `start` and `stop` it once each. Not thread-safe: it belongs to the event loop that starts it.
 
     The UNIX socket and the TCP port have a gRPC server each, with separate limits, so that neither starves the other.
-    `failed_handshakes` counts failed TLS handshakes by reason; None: they are not counted.
+    `failed_handshakes` returns the numbers of failed TLS handshakes by reason; None: they are not counted.
     """
 
     home: Home  # Set by `start`
@@ -83,7 +83,7 @@ class NodeServer:
     advertise: str = ""  # The address that goes into references
     admin: str = ""  # The address of the admin listener; empty: there is none
 
-    def __init__(self, config: NodeConfig, failed_handshakes: Mapping[str, int] | None = None) -> None:
+    def __init__(self, config: NodeConfig, failed_handshakes: Callable[[], Mapping[str, int]] | None = None) -> None:
         self._config = config
         self._failed_handshakes = failed_handshakes
         self._health = health_aio.HealthServicer()
@@ -131,17 +131,16 @@ class NodeServer:
             events=self.home.journal.events,
         )
         driver = self._driver = self._begin(self.home.run(), "home")
-        trimmer = Trimmer(
+        freeing = give_back(
             lambda: sum(guard.requests.worked_on for guard in self._guards), lambda: self.home.memory.used
         )
-        self._begin(trimmer.run(), "trim")
+        self._begin(freeing, "memory")
         settings = {name: getattr(config, name) for name in ("drain", "max_calls", "max_streams")}
         state = NodeState(
             self.home,
             relays,
             home_runs=lambda: not driver.done(),
             certificates=certificates,
-            handshakes=lambda: None if certificates is None else certificates.handshakes,
             failed_handshakes=self._failed_handshakes,
             settings={**asdict(config.times), **settings, "max_connections": connections},
             addresses=self.addresses,
