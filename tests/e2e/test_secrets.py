@@ -50,7 +50,6 @@ ADMIN_PATHS = (
     "/healthz",
     "/readyz",
     "/statusz",
-    "/statusz?format=json",
     "/statusz/engines",
     "/statusz/requests",
     "/statusz/reads",

@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from time import perf_counter
 from typing import Any, TypeAlias
 
 import kvferry
 from kvferry._wire.channel import Address
 from kvferry._wire.tls_files import TlsFiles
 from kvferry.stats import Distribution, counter, histogram, shown
-from kvferry_server.admin.limits import LAG_POLL, OVERDUE
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.event_log import EventLog
 from kvferry_server.domain.limits import Budget
@@ -24,6 +21,8 @@ from kvferry_server.servicers.relay import Relays
 
 Row: TypeAlias = "dict[str, Any]"
 
+LAG_POLL = 0.5  # Seconds between two measurements of how late the event loop runs its timers
+OVERDUE = 5.0  # Seconds by which the home's timers may be late before the node server counts as ill
 BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # Of buckets of durations, in seconds
 
 OK = "OK"
@@ -31,14 +30,11 @@ INTERNAL = "INTERNAL"  # The reason of a call that failed because of a bug
 LEFT = "CANCELLED"  # The result of a call whose client has left
 ABORTED = "ABORTED"  # Of a call that its handler aborted without a reason, as those of health and reflection do
 
-_refused: ContextVar[str] = ContextVar("kvferry_refused", default=LEFT)
-"""The result of the current call if it gets no answer."""
-
 
 @dataclass(slots=True, eq=False)
 class CallCounts:
-    """Counts calls, and writes refusals to `events`. Belongs to the event loop that serves the calls. The number of
-    labels is bounded: methods come from the contract, reasons from `ErrorReason`."""
+    """Counts of calls, and where their refusals are written. The number of labels is bounded: methods come from the
+    contract, reasons from `ErrorReason`."""
 
     events: EventLog | None = None
     results: Counter[tuple[str, str]] = counter(
@@ -51,38 +47,6 @@ class CallCounts:
     taken: dict[str, Distribution] = histogram(
         "kvferry_call_seconds", "How long calls take that do not wait for news.", BOUNDS, method=()
     )
-
-    def counted(
-        self, method: str, behaviour: Callable[[Any, Any], Awaitable[Any]], *, timed: bool
-    ) -> Callable[[Any, Any], Awaitable[Any]]:
-        """Wrap a handler so that its calls are counted. `method` is a path, or the name of unknown methods in messages.
-        `timed`: the calls do not wait for news, so that their duration says something."""
-        name = method.removeprefix("/") if method.startswith("/") else "unknown"
-        # Both from the start, because a rate needs a first value.
-        self.results[name, OK] += 0
-        self.results[name, INTERNAL] += 0
-        distribution = self.taken.setdefault(name, Distribution(BOUNDS)) if timed else None
-
-        async def call(request: Any, context: Any) -> Any:
-            began, result = perf_counter(), ""
-            try:
-                answer = await behaviour(request, context)
-                result = OK
-                return answer
-            finally:
-                # Each call has its own task, so no other call sees this variable.
-                self.results[name, result or _refused.get()] += 1
-                if distribution is not None:
-                    distribution.add(perf_counter() - began)
-
-        return call
-
-    def refused(self, method: str, peer: str, reason: str, values: dict[str, str]) -> None:
-        """Record that the current call ends with an error; `reason` may be empty."""
-        _refused.set(reason or ABORTED)
-        if self.events is not None and reason:
-            name = method.rpartition("/")[2]
-            self.events.refusal(name, reason, values, {"peer": peer.rstrip(":")})
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,14 @@ from urllib.parse import urlencode
 
 from kvferry._summaries import duration, engine_row, request_row, size, transfer_row
 from kvferry.v1 import introspection_pb2 as ipb
-from kvferry_server.admin.limits import MAX_LABEL, PAGE_SIZE
 from kvferry_server.admin.node_state import NodeState, Row, last_reads, overview
 from kvferry_server.admin.problems import Problem, problems
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.event_log import short
 from kvferry_server.servicers import lists
 
+PAGE_SIZE = 50  # Entries of a listing on one page
+MAX_LABEL = 256  # Characters of a rank's labels on a page: each of its ranks may have megabytes
 TICKS = 4
 ENDS = ("valid", "failed", "expired", "cancelled")  # How reads end
 COLOURED = ("failed", "dead", "lost", "incomplete", "missing", "expired", "cancelled", "valid", "ready")
@@ -165,29 +166,9 @@ def _rank_rows(engine: Engine, first: int) -> tuple[list[Row], int]:
     return rows, following if following < engine.num_ranks else 0
 
 
-def state_page(state: Row) -> Html:
-    """Return the state of the node server as a table."""
-    content = '<h1>State</h1><p><a href="/statusz?format=json">as JSON</a></p>{}'
-    rows = [{"What": name, "Value": _human(name, value)} for name, value in state.items()]
-    return document("kvferry: state", html(content, _rows("state", rows)))
-
-
 def problem_page(problem: str) -> Html:
     """Return a page that explains an error."""
     return document("kvferry", html("<h1>That did not work</h1><p>{}</p>", problem))
-
-
-def _human(name: str, value: object) -> str:
-    """Return a value of the state for people, with the unit that its name says; fractions are durations."""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{each}: {_human(each, inside)}" for each, inside in value.items()) or "none"
-    if isinstance(value, (list, tuple)):
-        return ", ".join(map(str, value)) or "none"
-    if isinstance(value, bool) or value is None:
-        return "none" if value is None else "yes" if value else "no"
-    if isinstance(value, float) or (isinstance(value, int) and name.endswith("_s")):
-        return duration(value)
-    return size(value) if isinstance(value, int) and name.endswith(("bytes", "memory")) else str(value)
 
 
 def _problems(found: Sequence[Problem], left: int) -> Html:

@@ -25,7 +25,7 @@ from kvferry._summaries import as_dict
 from kvferry._wire.channel import Address
 from kvferry.errors import InvalidField, KvferryError
 from kvferry.v1 import introspection_pb2 as ipb
-from kvferry_server.admin import limits, page
+from kvferry_server.admin import page
 from kvferry_server.admin.metrics import NodeCollector
 from kvferry_server.admin.node_state import NodeState, last_reads, overview
 from kvferry_server.home.home import Home
@@ -37,6 +37,16 @@ _silent = logging.getLogger("kvferry_server.admin.http")
 _silent.addHandler(logging.NullHandler())
 _silent.propagate = False
 """aiohttp logs an error with its stack for each malformed request, so that strangers could fill the log."""
+
+# The limits of what clients can make the node server do. Durations are in seconds.
+MAX_CONNECTIONS = 64  # A further one ends the oldest, so that silent clients keep no others out
+CONNECTION_SECONDS = 10.0  # From a connection's start until its answer is taken. Each has one request
+MAX_LINE = 4096  # Bytes of a request line, and of a header
+MAX_HEADERS = 64
+METRICS_KEPT = 0.5  # How long metrics are answered again: who scrapes without pause costs as much as twice a second
+PAGE_SHARE = 0.1
+"""Fraction of the event loop's time that pages and lists may take, however many are requested: after each comes a
+pause, in which the next ones wait."""
 
 HTML = "text/html; charset=utf-8"
 TEXT = "text/plain; charset=utf-8"
@@ -73,9 +83,9 @@ class AdminListener(web.Server):
             access_log=None,
             keepalive_timeout=0,
             lingering_time=0,
-            max_line_size=limits.MAX_LINE,
-            max_field_size=limits.MAX_LINE,
-            max_headers=limits.MAX_HEADERS,
+            max_line_size=MAX_LINE,
+            max_field_size=MAX_LINE,
+            max_headers=MAX_HEADERS,
             handler_cancellation=True,
         )
         self.address = address
@@ -98,9 +108,9 @@ class AdminListener(web.Server):
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
-        timer = asyncio.get_running_loop().call_later(limits.CONNECTION_SECONDS, transport.abort)
+        timer = asyncio.get_running_loop().call_later(CONNECTION_SECONDS, transport.abort)
         self._open[handler] = transport, timer
-        if len(self._open) > limits.MAX_CONNECTIONS:
+        if len(self._open) > MAX_CONNECTIONS:
             next(iter(self._open.values()))[0].abort()
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
@@ -127,13 +137,13 @@ class AdminService(AdminListener):
         static = files("kvferry_server.admin").joinpath("static")
         css, script = (static.joinpath(name).read_bytes() for name in ("page.css", "page.js"))
         self._paths: dict[str, Callable[[Query], Answer | Awaitable[Answer]]] = {
-            **dict.fromkeys(("/", "/ui"), self._in_turn(lambda query: _page(page.front(node, query)))),
+            "/": self._in_turn(lambda query: _page(page.front(node, query))),
             "/page.css": lambda _: (200, "text/css; charset=utf-8", css),
             "/page.js": lambda _: (200, "text/javascript; charset=utf-8", script),
             "/metrics": self._scrape,
             "/healthz": lambda _: _probe(node.why_not_healthy()),
             "/readyz": lambda _: _probe(node.why_not_healthy() or node.why_not_ready()),
-            "/statusz": self._in_turn(self._state),
+            "/statusz": self._in_turn(lambda _: _json(overview(node))),
             "/statusz/engines": self._in_turn(_listed(node, lists.engines, ipb.ListEnginesRequest)),
             "/statusz/requests": self._in_turn(_listed(node, lists.requests, ipb.ListRequestsRequest)),
             "/statusz/reads": self._in_turn(_listed(node, lists.transfers, ipb.ListTransfersRequest)),
@@ -175,7 +185,7 @@ class AdminService(AdminListener):
             return 500, TEXT, b"internal error; the node server's log has details\n"
 
     async def _scrape(self, _: Query) -> Answer:
-        if asyncio.get_running_loop().time() - self._metrics[0] >= limits.METRICS_KEPT:
+        if asyncio.get_running_loop().time() - self._metrics[0] >= METRICS_KEPT:
             if self._scraping is None:
                 self._scraping = asyncio.create_task(self._measure())
             # The measurement goes on if this client leaves. Otherwise each of many clients that come and leave would
@@ -203,13 +213,9 @@ class AdminService(AdminListener):
                     return make(query)
                 finally:
                     took = loop.time() - began
-                    self._listed_until = began + took / limits.PAGE_SHARE
+                    self._listed_until = began + took / PAGE_SHARE
 
         return made
-
-    def _state(self, query: Query) -> Answer:
-        state = overview(self._node)
-        return _json(state) if query.get("format") == "json" else _page(page.state_page(state))
 
     def _engine(self, query: Query) -> Answer:
         first = query.get("first", "0")
@@ -229,7 +235,7 @@ def _page(content: str) -> Answer:
 
 def _listed(node: NodeState, listing: Callable[[Home, Any], Message], kind: Any) -> Callable[[Query], Answer]:
     def answer(query: Query) -> Answer:
-        asked = kind(page_size=limits.PAGE_SIZE, page_token=query.get("page_token", ""))
+        asked = kind(page_size=page.PAGE_SIZE, page_token=query.get("page_token", ""))
         return _json(as_dict(listing(node.home, asked)))
 
     return answer

@@ -19,6 +19,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
+from time import perf_counter
 from typing import Any, NoReturn, TypeAlias, cast
 
 import grpc
@@ -26,7 +27,8 @@ import grpc.aio
 
 from kvferry._wire.status import to_status
 from kvferry.errors import DeadlineRequired, InternalError, KvferryError, NotImplementedHere, ServerDraining
-from kvferry_server.admin.node_state import CallCounts
+from kvferry.stats import Distribution
+from kvferry_server.admin.node_state import ABORTED, BOUNDS, INTERNAL, LEFT, OK, CallCounts
 from kvferry_server.domain.limits import Budget, check_budget
 from kvferry_server.node.connections import end_connection
 from kvferry_server.node.limits import ANSWER_TIMEOUT, LARGE_MESSAGE, MAX_PENDING_ANSWERS, RETRY_AFTER
@@ -44,6 +46,8 @@ never waits, and operators' tools (`buf curl`, `grpcurl`) send no deadline."""
 UNKNOWN_METHOD = "the called method"  # Stands for the path of a call to an unknown method, which is never decoded
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Encode: TypeAlias = Callable[[Any], bytes]
+Work: TypeAlias = Callable[[Context, str], Awaitable[Any]]
+"""What a call does, given its context and the caller's host."""
 
 PAGED_ANSWERS = frozenset({KV_TRANSFER + "Handshake"})
 """Streams that carry one answer in several messages. Their requests may be as large as those of unary calls."""
@@ -90,21 +94,7 @@ class Guard:
         before it calls the handler. A single answer stays single: gRPC sends it in one piece with the status.
         """
         if handler is None:
-
-            async def refuse(_: object, context: Context) -> None:
-                try:
-                    host = host_of(context.peer())
-                    self._start(self.calls, host)
-                    try:
-                        await self.requests.raw(context, host)
-                    finally:
-                        self.calls.give(host)
-                    raise _not_offered(method)
-                except Exception as error:
-                    await self._abort(context, method, error)
-
-            # The names of unknown methods come from strangers, so they do not become labels of metrics.
-            return grpc.stream_unary_rpc_method_handler(self._counts.counted(UNKNOWN_METHOD, refuse, timed=True))
+            return grpc.stream_unary_rpc_method_handler(self._refusing(method))
         decode, encode = handler.request_deserializer, _encoder(handler.response_serializer)
         if handler.unary_unary is not None:
             call = self._guarded_call(method, handler.unary_unary, decode, encode)
@@ -125,42 +115,110 @@ class Guard:
             await asyncio.wait(tuple(self._open), timeout=timeout)
         return not self._open
 
-    def _guarded_call(self, method: str, behaviour: Behaviour, decode: Decode, encode: Encode) -> Behaviour:
-        waits = method in WAITING
-        budget = self.streams if waits else self.calls
+    def _refusing(self, method: str) -> Behaviour:
+        async def refuse(context: Context, host: str) -> None:
+            await self.requests.raw(context, host)
+            raise _not_offered(method)
 
-        async def call(_: object, context: Context) -> bytes:
+        # The names of unknown methods come from strangers, so they do not become labels of metrics.
+        return self._limited(method, "unknown", self.calls, refuse, timed=True)
+
+    def _guarded_call(self, method: str, behaviour: Behaviour, decode: Decode, encode: Encode) -> Behaviour:
+        async def call(context: Context, host: str) -> bytes:
+            held: HeldRequest | None = None
             try:
-                peer = context.peer()
-                host = host_of(peer)
-                self._start(budget, host)
-                held: HeldRequest | None = None
-                try:
-                    self._admit(method, context)
+                self._admit(method, context)
+                request, held = await self.requests.read(method, decode, context, host)
+                self._access.check(method, request, context)
+                answer = encode(await behaviour(request, context))
+            finally:
+                # An error that leaves this frame keeps the frame for a while, but must not keep the request.
+                request = None
+                if held is not None:
+                    held.free()
+            self._send(context, host, len(answer))
+            return answer
+
+        waits = method in WAITING
+        return self._limited(method, method[1:], self.streams if waits else self.calls, call, timed=not waits)
+
+    def _guarded_stream(self, method: str, behaviour: Behaviour, decode: Decode, *, one_request: bool) -> Behaviour:
+        async def stream(context: Context, host: str) -> None:
+            task = cast("asyncio.Task[Any]", asyncio.current_task())
+            self._open.add(task)
+            held: HeldRequest | None = None
+            try:
+                if self._ending:
+                    raise _draining()
+                self._admit(method, context)
+                write = context.write
+                request: Any = self.requests.each(decode, context, host)
+                if one_request:
                     request, held = await self.requests.read(method, decode, context, host)
-                    self._access.check(method, request, context)
-                    answer = encode(await behaviour(request, context))
+                    if method in PAGED_ANSWERS:
+                        write = partial(_write_page, context, held)
+                self._access.check(method, request, context)
+                await _drive(behaviour(request, context), write)
+            except asyncio.CancelledError:
+                # Either the client has left, or the server ends its streams.
+                if not self._ending:
+                    raise
+                raise _draining() from None
+            finally:
+                request = None
+                if held is not None:
+                    held.free()
+                self._open.discard(task)
+
+        return self._limited(method, method[1:], self.streams, stream, timed=method in PAGED_ANSWERS)
+
+    def _limited(self, method: str, name: str, budget: Budget, work: Work, *, timed: bool) -> Behaviour:
+        """Return a handler that counts calls of `work` against a budget and, by `name`, in metrics, and ends those that
+        fail with a status. `timed`: the calls do not wait for news, so that their duration says something."""
+        results = self._counts.results
+        # Both from the start, because a rate needs a first value.
+        results[name, OK] += 0
+        results[name, INTERNAL] += 0
+        taken = self._counts.taken.setdefault(name, Distribution(BOUNDS)) if timed else None
+
+        async def call(_: object, context: Context) -> Any:
+            began, result = perf_counter(), LEFT
+            try:
+                host = host_of(context.peer())
+                if host or budget.used >= budget.capacity:
+                    check_budget("max_calls" if budget is self.calls else "max_streams", budget, host, RETRY_AFTER)
+                budget.take(host)
+                try:
+                    answer = await work(context, host)
                 finally:
-                    # An error that leaves this frame keeps the frame for a while, but must not keep the request.
-                    request = None
-                    if held is not None:
-                        held.free()
                     budget.give(host)
-                self._send(context, peer, host, len(answer))
+                result = OK
                 return answer
             except Exception as error:
-                await self._abort(context, method, error)
+                if is_gone(error):
+                    # For any other error gRPC would log each call whose client has left.
+                    raise asyncio.CancelledError("the call has ended") from None
+                # The handler may have aborted the call itself, as the health servicer does.
+                if isinstance(error, grpc.aio.AbortError):
+                    result = ABORTED
+                    raise
+                result = (error.reason if isinstance(error, KvferryError) else "") or INTERNAL
+                await self._abort(context, method, result, error)
+            finally:
+                results[name, result] += 1
+                if taken is not None:
+                    taken.add(perf_counter() - began)
 
-        return self._counts.counted(method, call, timed=not waits)
+        return call
 
-    def _send(self, context: Context, peer: str, host: str, size: int) -> None:
+    def _send(self, context: Context, host: str, size: int) -> None:
         """Count a large answer, which gRPC sends next, until the client has taken it. A client that takes nothing for
         `ANSWER_TIMEOUT` loses its connection. Raises `LimitReached` if too many bytes wait already."""
         size = size if size >= LARGE_MESSAGE else 0
         if size:
             check_budget("answers", self.answers, host, RETRY_AFTER, size)
             self.answers.take(host, size)
-        timer = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT, end_connection, peer)
+        timer = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT, lambda: end_connection(context.peer()))
 
         def sent() -> None:
             timer.cancel()
@@ -169,48 +227,6 @@ class Guard:
 
         on_end(context, sent)
 
-    def _guarded_stream(self, method: str, behaviour: Behaviour, decode: Decode, *, one_request: bool) -> Behaviour:
-        async def stream(_: object, context: Context) -> None:
-            try:
-                self._open.add(_this_task())
-                if self._ending:
-                    raise _draining()
-                host = host_of(context.peer())
-                self._start(self.streams, host)
-                held: HeldRequest | None = None
-                try:
-                    self._admit(method, context)
-                    write = context.write
-                    request: Any = self.requests.each(decode, context, host)
-                    if one_request:
-                        request, held = await self.requests.read(method, decode, context, host)
-                        if method in PAGED_ANSWERS:
-                            write = partial(_write_page, context, held)
-                    self._access.check(method, request, context)
-                    await _drive(behaviour(request, context), write)
-                finally:
-                    request = None
-                    if held is not None:
-                        held.free()
-                    self.streams.give(host)
-            except asyncio.CancelledError:
-                # Either the client has left, or the server ends its streams.
-                if not self._ending:
-                    raise
-                await self._abort(context, method, _draining())
-            except Exception as error:
-                await self._abort(context, method, error)
-            finally:
-                self._open.discard(_this_task())
-
-        return self._counts.counted(method, stream, timed=method in PAGED_ANSWERS)
-
-    def _start(self, budget: Budget, host: str) -> None:
-        """Count a call or stream of a host; raises `LimitReached` if the host may not start one."""
-        if host or budget.used >= budget.capacity:
-            check_budget("max_calls" if budget is self.calls else "max_streams", budget, host, RETRY_AFTER)
-        budget.take(host)
-
     def _admit(self, method: str, context: Context) -> None:
         """Raise an error if the caller may not make the call, whatever the request says."""
         needs_deadline = method.startswith(KV_TRANSFER) and method not in WITHOUT_DEADLINE
@@ -218,16 +234,11 @@ class Guard:
             raise DeadlineRequired(f"{method} needs a deadline: set a timeout for the call")
         self._access.admit(method, context)
 
-    async def _abort(self, context: Context, method: str, error: Exception) -> NoReturn:
-        if is_gone(error):
-            raise _left() from None
-        reason = error.reason if isinstance(error, KvferryError) else "INTERNAL"
-        values = error.values if isinstance(error, KvferryError) else {}
-        # The handler may have aborted the call itself, as the health servicer does.
-        aborted = isinstance(error, grpc.aio.AbortError)
-        self._counts.refused(method, context.peer(), "" if aborted else reason or "INTERNAL", values)
-        if aborted:
-            raise error
+    async def _abort(self, context: Context, method: str, reason: str, error: Exception) -> NoReturn:
+        if self._counts.events is not None:
+            values = error.values if isinstance(error, KvferryError) else {}
+            peer = context.peer().rstrip(":")
+            self._counts.events.refusal(method.rpartition("/")[2], reason, values, {"peer": peer})
         status = to_status(_told(error, method))
         # The frames of the handler hold the request, and the error and its frames form a cycle, which would last until
         # the next garbage collection. When that comes depends on the number of objects, not on their size.
@@ -238,7 +249,7 @@ class Guard:
         except grpc.aio.BaseError as failed:
             # AbortError is the normal case.
             if is_gone(failed):
-                raise _left() from None
+                raise asyncio.CancelledError("the call has ended") from None
             raise
         raise InternalError(f"{method} goes on after it was aborted")
 
@@ -261,10 +272,6 @@ def _not_offered(method: str) -> NotImplementedHere:
     )
 
 
-def _this_task() -> asyncio.Task[Any]:
-    return cast("asyncio.Task[Any]", asyncio.current_task())
-
-
 def _draining() -> ServerDraining:
     return ServerDraining("this node server is draining: it serves again when kvferryd has been restarted")
 
@@ -280,7 +287,9 @@ async def _drive(answer: AsyncGenerator[Any, None] | Awaitable[None], write: Cal
 
 
 async def _write_page(context: Context, held: HeldRequest, page: Any) -> None:
-    await held.wait_for_peer(_taken(context, context.write(page)))
+    # All pages are there before the first is written.
+    held.end_turn()
+    await _taken(context, context.write(page))
 
 
 async def _taken(context: Context, sending: Awaitable[None]) -> None:
@@ -302,8 +311,3 @@ def is_gone(error: Exception) -> bool:
     """Whether the client has left, or gRPC's server has stopped."""
     wrong_use = grpc.aio.AbortError | grpc.aio.UsageError
     return isinstance(error, grpc.aio.BaseError) and not isinstance(error, wrong_use)
-
-
-def _left() -> asyncio.CancelledError:
-    # For any other error gRPC would log each call whose client has left.
-    return asyncio.CancelledError("the call has ended")

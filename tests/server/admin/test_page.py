@@ -16,8 +16,7 @@ import pytest
 from kvferry._wire.channel import connect
 from kvferry.v1 import errors_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.admin.limits import PAGE_SIZE
-from kvferry_server.admin.page import Html, each, engine_page, html
+from kvferry_server.admin.page import PAGE_SIZE, Html, each, engine_page, html
 from tests.server.admin.browser import browser
 from tests.server.admin.conftest import Watched
 from tests.support.admin_listeners import get
@@ -222,14 +221,6 @@ def test_labels_of_any_length_make_no_long_page() -> None:
     shown = engine_page(scene.registry.find(P), 0)
     assert shown.count("x" * 256) == PAGE_SIZE
     assert len(shown) < 100_000
-
-
-def test_units_are_those_of_people(named: Watched) -> None:
-    state = unescape(get(named.admin, "/statusz").text)
-    assert re.search(r">uptime_s</td><td [^>]*>[0-9.]+ (s|min)", state)
-    assert "max_ttl: 10 min, " in state
-    assert re.search(r"[ >]memory: [0-9.]+ [MG]B", state)
-    assert ">no</td>" in get(named.admin, "/engine?" + urlencode({"engine_id": named.party.name})).text
 
 
 def test_first_page_says_while_the_node_server_waits_for_its_engines(tmp_path: Path) -> None:

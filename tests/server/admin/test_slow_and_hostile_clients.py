@@ -15,11 +15,10 @@ import pytest
 from aiohttp import web
 
 from kvferry._wire.channel import Address
-from kvferry_server.admin import limits, page
-from kvferry_server.admin.limits import MAX_CONNECTIONS
+from kvferry_server.admin import page, service
 from kvferry_server.admin.node_state import NodeState
 from kvferry_server.admin.page import Html
-from kvferry_server.admin.service import AdminListener
+from kvferry_server.admin.service import MAX_CONNECTIONS, AdminListener
 from kvferry_server.node.loading import configure
 from kvferry_server.node.server import NodeServer
 from tests.server.admin.conftest import Watched
@@ -94,8 +93,8 @@ def test_connection_has_one_request(watched: Watched) -> None:
 
 
 async def test_oldest_connection_ends_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "CONNECTION_SECONDS", 3600)
-    monkeypatch.setattr(limits, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(service, "CONNECTION_SECONDS", 3600)
+    monkeypatch.setattr(service, "MAX_CONNECTIONS", 4)
 
     async def answer(_: web.BaseRequest) -> web.StreamResponse:
         return web.Response(text="here")
@@ -117,7 +116,7 @@ async def test_oldest_connection_ends_when_there_are_too_many(monkeypatch: pytes
 
 async def test_connection_lasts_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the client sends nothing, or never ends its request."""
-    monkeypatch.setattr(limits, "CONNECTION_SECONDS", 0.2)
+    monkeypatch.setattr(service, "CONNECTION_SECONDS", 0.2)
 
     async def answer(_: web.BaseRequest) -> web.StreamResponse:
         await asyncio.Event().wait()
