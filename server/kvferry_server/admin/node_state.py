@@ -21,6 +21,7 @@ from kvferry_server.servicers.relay import Relays
 
 Row: TypeAlias = "dict[str, Any]"
 
+CONNECTIONS_POLL = 2.0  # Seconds between two counts of the open connections
 LAG_POLL = 0.5  # Seconds between two measurements of how late the event loop runs its timers
 OVERDUE = 5.0  # Seconds by which the home's timers may be late before the node server counts as ill
 BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # Of buckets of durations, in seconds
@@ -51,15 +52,11 @@ class CallCounts:
 
 @dataclass(frozen=True, slots=True)
 class ShownListener:
-    """A gRPC listener of a node server."""
+    """A gRPC listener of a node server. `budgets`: ``calls`` and ``streams``, in bytes the ``answers`` that clients
+    have not taken yet, and the ``requests`` in work."""
 
     address: Address
-    calls: Budget
-    streams: Budget
-    answers: Budget  # Bytes of answers that clients have not taken yet
-    requests: Budget  # Bytes of requests in work
-    connections: Callable[[], int]
-    """Counts open connections, which takes a while if there are many. Any thread may call it."""
+    budgets: Mapping[str, Budget]
     max_connections: int
 
     @property
@@ -74,8 +71,9 @@ class NodeState:
     `home_runs` says whether the home's timers run. Without TLS, `certificates` is None. `failed_handshakes` returns
     numbers by reason; None: they are not counted.
     `settings` are those that may be shown: durations, in seconds, and limits. `memory_limit` is in bytes, `started_at`
-    in seconds since 1970. `listeners` grows while the server starts. `connections` are the open connections, by the
-    listener's name, when they were last counted.
+    in seconds since 1970. `listeners` grows while the server starts. `count_connections` counts the open connections to
+    an address, which takes a while if there are many, on any thread; `connections` are those when they were last
+    counted, by the listener's name.
     """
 
     home: Home
@@ -87,9 +85,10 @@ class NodeState:
     addresses: Sequence[str]
     memory_limit: int
     calls: CallCounts
+    count_connections: Callable[[Address], int]
     lag: Distribution = histogram("kvferry_loop_lag_seconds", "How late timers of the event loop are.", bounds=BOUNDS)
     listeners: list[ShownListener] = field(default_factory=list)
-    connections: Mapping[str, int] = field(default_factory=dict)
+    connections: dict[str, int] = field(default_factory=dict)
     started_at: float = field(default_factory=time.time)
 
     @property
@@ -121,9 +120,12 @@ class NodeState:
             await asyncio.sleep(LAG_POLL)
             self.lag.add(max(0.0, loop.time() - due))
 
-    def count_connections(self) -> None:
-        """Count the open connections. Any thread may call this."""
-        self.connections = {listener.name: listener.connections() for listener in tuple(self.listeners)}
+    async def measure_connections(self) -> None:
+        """Count the open connections again and again."""
+        while True:
+            for listener in tuple(self.listeners):
+                self.connections[listener.name] = await asyncio.to_thread(self.count_connections, listener.address)
+            await asyncio.sleep(CONNECTIONS_POLL)
 
 
 def overview(node: NodeState) -> Row:

@@ -103,6 +103,11 @@ class Guard:
         guarded = self._guarded_stream(method, behaviour, decode, one_request=handler.unary_stream is not None)
         return grpc.stream_stream_rpc_method_handler(self._traced(method, guarded), None, encode)
 
+    @property
+    def budgets(self) -> dict[str, Budget]:
+        memory = self.requests.memory
+        return {"calls": self.calls, "streams": self.streams, "answers": self.answers, "requests": memory}
+
     def end_streams(self) -> None:
         """End all open and later streams with DRAINING."""
         self._ending = True

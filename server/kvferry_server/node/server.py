@@ -92,7 +92,6 @@ class NodeServer:
         self._listeners: list[Listener] = []
         self._guards: list[Guard] = []
         self._policy = Policy()
-        self._reloading = asyncio.Lock()
         self._certificates: Certificates | None = None
         self._listings: Listings | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -146,6 +145,7 @@ class NodeServer:
             addresses=self.addresses,
             memory_limit=memory_limit(),
             calls=CallCounts(self.home.journal.events),
+            count_connections=count_connections,
         )
         self._begin(state.measure_lag(), "loop-lag")
         # Before the gRPC servers: operators can see why the node server is not ready yet.
@@ -181,19 +181,17 @@ class NodeServer:
 
     async def reload(self) -> None:
         """Read the policy and the TLS files again. An unusable file is logged and changes nothing. Calls in progress
-        and open connections go on."""
-        # One reload after the other, so that an earlier one does not put back older content.
-        async with self._reloading:
-            path = self._config.policy
-            if path is not None:
-                try:
-                    self._policy = await asyncio.to_thread(read_policy, path)
-                except InvalidField as error:
-                    logger.error("the policy stays as it was: %s", error.message)
-                else:
-                    logger.info("the policy was read again from %s: %d rules", path, len(self._policy.rules))
-            if self._certificates is not None and await asyncio.to_thread(self._certificates.refresh):
-                logger.info("the certificate was read again from %s", self._config.tls_cert)
+        and open connections go on. Not to be called while an earlier call goes on."""
+        path = self._config.policy
+        if path is not None:
+            try:
+                self._policy = await asyncio.to_thread(read_policy, path)
+            except InvalidField as error:
+                logger.error("the policy stays as it was: %s", error.message)
+            else:
+                logger.info("the policy was read again from %s: %d rules", path, len(self._policy.rules))
+        if self._certificates is not None and await asyncio.to_thread(self._certificates.refresh):
+            logger.info("the certificate was read again from %s", self._config.tls_cert)
 
     async def stop(self, grace: float | None = None) -> None:
         """Drain and stop, and remove the socket's files. May be called again, to hurry an earlier call that was
@@ -280,6 +278,7 @@ class NodeServer:
                 "meant, allow it with --admin-insecure",
             )
         self._admin = AdminService(state, address, local=local)
+        self._begin(state.measure_connections(), "connections-count")
         try:
             await self._admin.start()
         except OSError as error:
@@ -307,15 +306,4 @@ class NodeServer:
         self._guards.append(guard)
         listener.server.offer(guard, add_services)
         await listener.server.start()
-        address = listener.address
-        state.listeners.append(
-            ShownListener(
-                address,
-                guard.calls,
-                guard.streams,
-                guard.answers,
-                requests.memory,
-                lambda: count_connections(address),
-                connections,
-            )
-        )
+        state.listeners.append(ShownListener(listener.address, guard.budgets, connections))
