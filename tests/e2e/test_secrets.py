@@ -54,8 +54,6 @@ ADMIN_PATHS = (
     "/statusz/requests",
     "/statusz/reads",
     "/statusz/last-reads",
-    "/engine?engine_id=source",
-    "/engine?engine_id=reader",
 )
 """All that the admin listener shows of this scene."""
 

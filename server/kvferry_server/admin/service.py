@@ -23,7 +23,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvferry._summaries import as_dict
 from kvferry._wire.channel import Address
-from kvferry.errors import InvalidField, KvferryError
+from kvferry.errors import KvferryError
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry_server.admin import page
 from kvferry_server.admin.metrics import NodeCollector
@@ -148,7 +148,6 @@ class AdminService(AdminListener):
 
     def __init__(self, node: NodeState, address: Address, *, local: bool) -> None:
         super().__init__(address, self._answer)
-        self._node = node
         self._local = local
         collector, pages, metrics = NodeCollector(node), Share(), Share()
         static = files("kvferry_server.admin").joinpath("static")
@@ -165,7 +164,6 @@ class AdminService(AdminListener):
             "/statusz/requests": pages.of(_listed(node, lists.requests, ipb.ListRequestsRequest)),
             "/statusz/reads": pages.of(_listed(node, lists.transfers, ipb.ListTransfersRequest)),
             "/statusz/last-reads": pages.of(lambda _: _json({"reads": last_reads(node)})),
-            "/engine": pages.of(self._engine),
         }
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -195,13 +193,6 @@ class AdminService(AdminListener):
         except Exception:
             logger.exception("%s failed", request.path)
             return 500, TEXT, b"internal error; the node server's log has details\n"
-
-    def _engine(self, query: Query) -> Answer:
-        first = query.get("first", "0")
-        if not re.fullmatch("[0-9]{1,9}", first):
-            raise InvalidField("first", first[:64], "a rank")
-        with self._node.home.turn():
-            return _page(page.engine_page(self._node.home.engines.find_live(query.get("engine_id", "")), int(first)))
 
 
 def _probe(problem: str) -> Answer:

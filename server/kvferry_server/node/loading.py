@@ -13,7 +13,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,13 +164,22 @@ def file_problems(loaded: Loaded) -> list[str]:
     """Return a line for each unusable file, and for addresses with which kvferryd would not start: the setting, its
     value and origin, and the expected value."""
     config = loaded.config
-    problems = list[InvalidField]() if config.tls is None else tls_problems(config.tls)
-    checks = (_check_policy, _check_addresses) if problems else (_check_dates, _check_policy, _check_addresses)
-    for check in checks:
+    tls, policy, unix = config.tls, config.policy, config.unix_path
+    problems = [] if tls is None else tls_problems(tls)
+
+    def check(what: Callable[[], object]) -> None:
         try:
-            check(config)
+            what()
         except InvalidField as error:
             problems.append(error)
+
+    if tls is not None and not problems:
+        check(lambda: check_in_time(tls, validity(read_tls(tls), tls), time.time()))
+    if policy is not None:
+        check(lambda: read_policy(policy))
+    check(lambda: check_exposure(config))
+    bound = None if unix is None else Address(path=str(unix))
+    check(lambda: advertised(config.advertise, config.listen_address, bound))
     return [
         f"{error.values['field']} is {error.values['value']} (from {loaded.origins[error.values['field']]}): "
         f"expected {error.values['expected']}"
@@ -193,20 +202,3 @@ def memory_problems(loaded: Loaded) -> list[str]:
 
 def _mib(size: int) -> str:
     return f"{size >> 20} MiB"
-
-
-def _check_dates(config: NodeConfig) -> None:
-    if config.tls is not None:
-        check_in_time(config.tls, validity(read_tls(config.tls), config.tls), time.time())
-
-
-def _check_policy(config: NodeConfig) -> None:
-    if config.policy is not None:
-        read_policy(config.policy)
-
-
-def _check_addresses(config: NodeConfig) -> None:
-    """Raise `InvalidField` as the start of kvferryd would, without taking a port."""
-    check_exposure(config)
-    unix = config.unix_path
-    advertised(config.advertise, config.listen_address, Address(path=str(unix)) if unix is not None else None)
