@@ -32,7 +32,7 @@ from kvferry_server.admin.node_state import ABORTED, BOUNDS, INTERNAL, LEFT, OK,
 from kvferry_server.domain.limits import Budget, check_budget
 from kvferry_server.node.connections import end_connection
 from kvferry_server.node.limits import ANSWER_TIMEOUT, LARGE_MESSAGE, MAX_PENDING_ANSWERS, RETRY_AFTER
-from kvferry_server.node.requests import KV_TRANSFER, Decode, HeldRequest, Requests
+from kvferry_server.node.requests import KV_TRANSFER, HeldRequest, Requests
 from kvferry_server.node.tracing import Behaviour, Traced, untraced
 from kvferry_server.servicers.access import Access
 from kvferry_server.servicers.callers import Context, host_of, on_end
@@ -94,14 +94,17 @@ class Guard:
         before it calls the handler. A single answer stays single: gRPC sends it in one piece with the status.
         """
         if handler is None:
-            return grpc.stream_unary_rpc_method_handler(self._refusing(method))
-        decode, encode = handler.request_deserializer, _encoder(handler.response_serializer)
+            # The names of unknown methods come from strangers, so they do not become labels of metrics.
+            refusing = self._limited(method, "unknown", self.calls, partial(self._refuse, method), timed=True)
+            return grpc.stream_unary_rpc_method_handler(refusing)
+        work, waits = self._work(method, handler), method in WAITING
         if handler.unary_unary is not None:
-            call = self._guarded_call(method, handler.unary_unary, decode, encode)
+            call = self._limited(method, method[1:], self.streams if waits else self.calls, work, timed=not waits)
             return grpc.stream_unary_rpc_method_handler(self._traced(method, call))
-        behaviour: Any = handler.unary_stream or handler.stream_stream
-        guarded = self._guarded_stream(method, behaviour, decode, one_request=handler.unary_stream is not None)
-        return grpc.stream_stream_rpc_method_handler(self._traced(method, guarded), None, encode)
+        stream = self._ended_by_stop(work)
+        call = self._limited(method, method[1:], self.streams, stream, timed=method in PAGED_ANSWERS)
+        encode = _encoder(handler.response_serializer)
+        return grpc.stream_stream_rpc_method_handler(self._traced(method, call), None, encode)
 
     @property
     def budgets(self) -> dict[str, Budget]:
@@ -120,62 +123,60 @@ class Guard:
             await asyncio.wait(tuple(self._open), timeout=timeout)
         return not self._open
 
-    def _refusing(self, method: str) -> Behaviour:
-        async def refuse(context: Context, host: str) -> None:
-            await self.requests.raw(context, host)
-            raise _not_offered(method)
+    async def _refuse(self, method: str, context: Context, host: str) -> None:
+        await self.requests.raw(context, host)
+        raise _not_offered(method)
 
-        # The names of unknown methods come from strangers, so they do not become labels of metrics.
-        return self._limited(method, "unknown", self.calls, refuse, timed=True)
+    def _work(self, method: str, handler: Handler) -> Work:
+        """Read, check and answer a call. Returns the encoded answer of a unary call."""
+        behaviour: Any = handler.unary_unary or handler.unary_stream or handler.stream_stream
+        decode, encode = handler.request_deserializer, _encoder(handler.response_serializer)
 
-    def _guarded_call(self, method: str, behaviour: Behaviour, decode: Decode, encode: Encode) -> Behaviour:
-        async def call(context: Context, host: str) -> bytes:
+        async def work(context: Context, host: str) -> bytes | None:
             held: HeldRequest | None = None
+            answer, write = None, context.write
             try:
                 self._admit(method, context)
-                request, held = await self.requests.read(method, decode, context, host)
+                request: Any = self.requests.each(decode, context, host)
+                if not handler.request_streaming:
+                    request, held = await self.requests.read(method, decode, context, host)
+                    if method in PAGED_ANSWERS:
+                        write = partial(_write_page, context, held)
                 self._access.check(method, request, context)
-                answer = encode(await behaviour(request, context))
+                if handler.response_streaming:
+                    await _drive(behaviour(request, context), write)
+                else:
+                    answer = encode(await behaviour(request, context))
             finally:
                 # An error that leaves this frame keeps the frame for a while, but must not keep the request.
                 request = None
                 if held is not None:
                     held.free()
-            self._send(context, host, len(answer))
+            if answer is not None:
+                self._send(context, host, len(answer))
             return answer
 
-        waits = method in WAITING
-        return self._limited(method, method[1:], self.streams if waits else self.calls, call, timed=not waits)
+        return work
 
-    def _guarded_stream(self, method: str, behaviour: Behaviour, decode: Decode, *, one_request: bool) -> Behaviour:
+    def _ended_by_stop(self, work: Work) -> Work:
+        """Let `end_streams` end a stream."""
+
         async def stream(context: Context, host: str) -> None:
             task = cast("asyncio.Task[Any]", asyncio.current_task())
             self._open.add(task)
-            held: HeldRequest | None = None
             try:
                 if self._ending:
                     raise _draining()
-                self._admit(method, context)
-                write = context.write
-                request: Any = self.requests.each(decode, context, host)
-                if one_request:
-                    request, held = await self.requests.read(method, decode, context, host)
-                    if method in PAGED_ANSWERS:
-                        write = partial(_write_page, context, held)
-                self._access.check(method, request, context)
-                await _drive(behaviour(request, context), write)
+                await work(context, host)
             except asyncio.CancelledError:
                 # Either the client has left, or the server ends its streams.
                 if not self._ending:
                     raise
                 raise _draining() from None
             finally:
-                request = None
-                if held is not None:
-                    held.free()
                 self._open.discard(task)
 
-        return self._limited(method, method[1:], self.streams, stream, timed=method in PAGED_ANSWERS)
+        return stream
 
     def _limited(self, method: str, name: str, budget: Budget, work: Work, *, timed: bool) -> Behaviour:
         """Return a handler that counts calls of `work` against a budget and, by `name`, in metrics, and ends those that

@@ -75,7 +75,11 @@ class UnixListener(Listener):
         directory is not usable or not safe."""
         if len(os.fsencode(self._new)) > MAX_SOCKET_PATH:
             raise CannotListen(self.address, f"the path may have at most {MAX_SOCKET_PATH - 1} bytes")
-        self._make_directory()
+        try:
+            self._path.parent.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            why = f"its directory cannot be created ({error.strerror}): create it, or set another path"
+            raise CannotListen(self.address, why) from None
         self._check_directory()
         self._acquire()
         self._check_clear()
@@ -106,19 +110,6 @@ class UnixListener(Listener):
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             os.close(fd)
-
-    def _make_directory(self) -> None:
-        directory = self._path.parent
-        try:
-            directory.mkdir(mode=0o700)
-        except FileExistsError:
-            return
-        except OSError as error:
-            raise CannotListen(
-                self.address,
-                f"its directory does not exist and cannot be created ({error.strerror}); create it or set another path",
-            ) from None
-        logger.info("created %s, which only this user may enter", directory)
 
     def _check_directory(self) -> None:
         """Raise `CannotListen` if another user could replace the socket: in a directory that everybody may write to,
