@@ -225,7 +225,6 @@ def installed(folder: Path, package: str, version: str) -> None:
 @pytest.mark.parametrize(
     ("package", "version", "finding"),
     [
-        ("grpcio", "1.82.1", "grpcio-one-queue"),
         ("grpcio", "1.62.3", "package-out-of-range"),
         ("numpy", "1.24.0", "package-out-of-range"),
         ("protobuf", "8.0.0", "package-out-of-range"),

@@ -10,17 +10,14 @@ from importlib import metadata, util
 from kvferry._doctor.check import Finding, Host, finding
 
 RANGES: dict[str, tuple[str, str]] = {
-    "grpcio": ("1.80", "2"),
+    "grpcio": ("1.84", "2"),
     "protobuf": ("4.25.3", "8"),
     "numpy": ("1.26", ""),
     "nixl": ("1.5.1", "2"),
 }
 """The first version that kvferry accepts, and the first too new one, as in pyproject.toml."""
 
-ONE_QUEUE_UNTIL = "1.84"
-"""Before this version, grpcio handles the calls of all methods one after another (docs/nixl.md, gRPC in a server)."""
-
-SERVER = ("uvloop", "grpcio-health-checking", "grpcio-reflection", "pydantic-settings")
+SERVER = ("uvloop", "grpcio-health-checking", "grpcio-reflection", "pydantic")
 
 _RDMA = {"ib", "rc", "rc_v", "rc_x", "rc_mlx5", "rc_verbs", "dc", "dc_x", "dc_mlx5", "ud", "ud_v", "ud_x", "srd"}
 _CUDA = {"cuda", "cuda_copy", "cuda_ipc", "gpu"}
@@ -51,8 +48,6 @@ def packages(host: Host) -> list[Finding]:
             said = f"{package} {version}; kvferry needs {wanted}"
             findings.append(finding("package-out-of-range", said, f"pip install '{package}{wanted}'"))
     fit = not findings
-    if _parts(RANGES["grpcio"][0]) <= _parts(found["grpcio"]) < _parts(ONE_QUEUE_UNTIL):
-        findings.append(finding("grpcio-one-queue", f"grpcio {found['grpcio']}"))
     if not found["nixl"]:
         findings.append(finding("nixl-missing", "NIXL is not installed for this Python"))
     elif util.find_spec("grpc_tools") is not None:

@@ -93,13 +93,6 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_connection_idle_ms", 120_000),
 )
 
-ONE_QUEUE_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.server.max_pending_requests", 1024),
-    ("grpc.server.max_pending_requests_hard_limit", 1024),
-)
-"""Replacements for grpcio up to 1.82, which handles the calls of all methods one after another: with larger limits a
-flood delays every method by 20 s and more, instead of 4 s."""
-
 MAX_CLIENT_CHAIN_BYTES = 8400
 """Bytes of the certificates, in DER, that a client may show to a gRPC server. At the end of the handshake, gRPC's
 server sends two session tickets, each with the client's certificates, through a buffer of 17 KiB; if the tickets do not

@@ -41,7 +41,6 @@ connections of the admin listener."""
 
 MIN_CONNECTIONS = 8  # Connections that each listener gets at least
 FULL_CONNECTIONS = 0.75  # Fraction of connections in use above which the host with the most loses its newest ones
-PORT_TRIES = 20  # Free ports that are tried until one is free on every address of a host name
 MAX_HOME_MEMORY = 1 << 30  # Most of a home's budget if the setting `memory` is 0. Far above what working engines need
 MIN_HOME_MEMORY = 16 << 20  # Least of a home's budget
 
@@ -65,10 +64,6 @@ LEASE_POLL = 0.05  # Between two checks whether leases are still live, during a 
 STOP_MARGIN = 10.0
 """How long a drained server may take to end its connections, home and threads, before its service manager kills it."""
 
-RESTART_PAUSE = 0.1
-"""Least time between two starts of a gRPC server on one address: a client that can end one can end the next at once."""
-
-RESTART_LOG_PAUSE = 10.0  # Least time between two log lines about gRPC servers that ended
 CONNECTION_POLL = 0.5  # Between two checks of the number of connections
 SWITCH_INTERVAL = 0.0005  # How long a thread may keep the interpreter while another thread waits for it
 CERTIFICATE_POLL = 2.0  # Between two looks at whether the TLS files have changed

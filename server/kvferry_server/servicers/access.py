@@ -125,7 +125,6 @@ TABLE: Mapping[str, Entry] = {
     "/grpc.health.v1.Health/Check": EVERYBODY,
     "/grpc.health.v1.Health/List": EVERYBODY,
     "/grpc.health.v1.Health/Watch": EVERYBODY,
-    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": EVERYBODY,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": EVERYBODY,
 }
 """By path of the method."""

@@ -38,7 +38,6 @@ def test_reflection_lists_all_services_and_their_files(tmp_path: Path) -> None:
             "kvferry.v1.Introspection",
             "kvferry.v1.Admin",
             "grpc.health.v1.Health",
-            "grpc.reflection.v1.ServerReflection",
             "grpc.reflection.v1alpha.ServerReflection",
         }
         found = DescriptorPool(database).FindServiceByName("kvferry.v1.KVTransfer")
@@ -88,17 +87,17 @@ def test_lock_that_is_a_strangers_link_is_not_followed(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("important")
     lock = tmp_path / "node.sock.lock"
-    laid: list[Callable[[], None]] = [
-        lambda: lock.symlink_to(precious),
-        lambda: lock.hardlink_to(precious),
-        lambda: os.mkfifo(lock),
-    ]
-    for lay in laid:
+    lock.symlink_to(precious)
+    answer = refused("--unix", str(tmp_path / "node.sock"), "--listen", "")
+    assert answer.returncode == 1
+    assert "node.sock.lock" in answer.stderr
+    lock.unlink()
+    lays: list[Callable[[], None]] = [lambda: lock.hardlink_to(precious), lambda: os.mkfifo(lock)]
+    for lay in lays:
         lay()
-        answer = refused("--unix", str(tmp_path / "node.sock"), "--listen", "")
-        assert answer.returncode == 1
-        assert "node.sock.lock" in answer.stderr
-        lock.unlink()
+        with Kvferryd("--unix", str(tmp_path / "node.sock"), "--listen", "") as server:
+            assert serves(server.address)
+        assert not lock.exists()
     assert precious.read_text() == "important"
 
 
