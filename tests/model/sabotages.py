@@ -370,9 +370,9 @@ def leases_are_known_by_their_public_number(patch: pytest.MonkeyPatch) -> None:
 def lease_ids_in_page_tokens(patch: pytest.MonkeyPatch) -> None:
     original = lists.page
 
-    def page(listed: Any, encode: Any, page_size: int, page_token: str, wanted: Any = None) -> tuple[list[Any], str]:
+    def page(listed: Any, encode: Any, page_size: int, page_token: str, wanted: Any) -> tuple[list[Any], str]:
         found, token = original(listed, encode, page_size, page_token, wanted)
-        leases = (entry for every in listed.values() for _, entry in every.after(None) if isinstance(entry, Lease))
+        leases = (entry for every in listed.values() for entry in every.values() if isinstance(entry, Lease))
         last = [lease.lease_id for lease in leases if token and lease.number == found[-1].read.lease_number]
         return found, ".".join([token, *(base64.urlsafe_b64encode(lease_id).decode().rstrip("=") for lease_id in last)])
 

@@ -18,7 +18,7 @@ from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import Limits
-from kvferry_server.domain.publications import Lease, PublicationRecord
+from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankOutcome, RankReport, ReadKey, ReportAnswer
 from kvferry_server.domain.records import Changed, Records
 from kvferry_server.domain.registrations import Registration
@@ -111,7 +111,8 @@ def ask(
 
 def arrived(records: Records) -> list[PublicationRecord]:
     """The publications that have arrived and whose release is not acknowledged."""
-    return [publication for engine in records.engines.values() for _, publication in engine.listed.after(None)]
+    publications = [one for engine in records.engines.values() for _, one in sorted(engine.publications.items())]
+    return [one for one in publications if one.stage is not PublicationStage.AWAITED]
 
 
 def done(*ranks: int, outcome: RankOutcome = RankOutcome.DONE) -> list[RankReport]:

@@ -17,7 +17,6 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine_description import EngineDescription
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NAMED_NODES, MAX_NAMED_RANKS, MAX_SKIPPED, Budget
-from kvferry_server.domain.ordered import Ordered
 from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.registrations import Registration
 from kvferry_server.domain.router_keys import RouterKeys
@@ -61,7 +60,6 @@ class Engine:
     # every engine sends a snapshot.
     recovering: bool = True
     publications: dict[int, PublicationRecord] = field(default_factory=dict)  # until their release is acknowledged
-    listed: Ordered[PublicationRecord] = field(default_factory=Ordered)  # the arrived publications, in order
     declined: set[PublicationRecord] = field(default_factory=set)  # declined before they arrived, and not ended yet
     pinned: dict[PublicationRecord, None] = field(default_factory=dict)  # arrived and not released, oldest first
     pinned_blocks: Counter[str] = field(default_factory=Counter)  # by group, over all pinned publications

@@ -5,7 +5,6 @@ grant ─► WAITING ─(published)─► READING ─► VALID | FAILED | CANCEL
 
 from __future__ import annotations
 
-import itertools
 import secrets
 from collections.abc import Iterable
 from dataclasses import replace
@@ -41,7 +40,6 @@ class Lessor:
     def __init__(self, records: Records) -> None:
         self._records = records
         self._times, self._limits, self._memory = records.times, records.limits, records.memory
-        self._lease_numbers = itertools.count(1)
 
     def check_reference(self, source: EngineRef, number: int, key: bytes) -> None:
         """Check that a reference with this key entitles its bearer to the agents of its engine. `number` 0: the
@@ -263,7 +261,8 @@ class Lessor:
             publication = self._records.add_awaited(engine, request.read.publication)
         times = engine.times
         expires = min(now + times.ttl, publication.final_at)
-        lease = Lease(secrets.token_bytes(16), next(self._lease_numbers), request, publication, times, now, expires)
+        number = next(self._records.read_numbers)
+        lease = Lease(secrets.token_bytes(16), number, request, publication, times, now, expires)
         self._expect(publication, request)
         self._records.add_lease(lease)
         return lease

@@ -8,6 +8,7 @@ place, and every end of a question through `end_question`:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
@@ -18,7 +19,6 @@ from kvferry_server.domain.engine import NUMBER_BYTES, Engine
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.journal import Journal
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Budget, Limits, MemoryBudget
-from kvferry_server.domain.ordered import Ordered
 from kvferry_server.domain.publications import PUBLICATION_BYTES, Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.questions import Question, QuestionOutcome
 from kvferry_server.domain.reads import LeaseState, ReadKey, RevokeReason
@@ -53,10 +53,9 @@ class Records:
         # nothing about other ids: a dictionary compares a keyed hash of the whole id first.
         self.leases_by_id: dict[bytes, Lease] = {}
         self.leases_by_read: dict[ReadKey, Lease] = {}
-        self.leases_by_number: dict[int, Lease] = {}
-        # By (number of publication, number of lease). Reads that wait under a router's key come first, with
-        # publication 0.
-        self.reads_by_source: dict[EngineRef, Ordered[Lease | WaitingRead]] = {}
+        # By their public numbers, which rise. With the reads that wait under a router's key.
+        self.reads_by_source: dict[EngineRef, dict[int, Lease | WaitingRead]] = {}
+        self.read_numbers = itertools.count(1)
         self.lease_budget = Budget(limits.leases)  # By source
         # Nothing is granted, renewed or accepted any more; reports, cancels and acknowledgements go on.
         self.draining = False
@@ -134,8 +133,8 @@ class Records:
 
     def lease_of_number(self, source: EngineRef, number: int, now: float) -> Lease | None:
         """Return a lease on a publication of this source by its public number, as `lease` does."""
-        lease = self._as_of(self.leases_by_number.get(number), now)
-        return lease if lease is not None and lease.publication.source == source else None
+        read = self.reads_by_source.get(source, {}).get(number)
+        return self._as_of(read, now) if isinstance(read, Lease) else None
 
     def key(self, publication: PublicationRecord) -> bytes:
         return self.of_engine(publication.source).key(publication.number)
@@ -162,13 +161,12 @@ class Records:
 
     # Adding.
 
-    def list_read(self, source: EngineRef, key: tuple[int, int], read: Lease | WaitingRead) -> None:
-        self.reads_by_source.setdefault(source, Ordered()).add(key, read)
+    def list_read(self, source: EngineRef, read: Lease | WaitingRead) -> None:
+        self.reads_by_source.setdefault(source, {})[read.number] = read
 
-    def unlist_read(self, source: EngineRef, key: tuple[int, int]) -> None:
-        listed = self.reads_by_source[source]
-        listed.remove(key)
-        if not listed:
+    def unlist_read(self, source: EngineRef, number: int) -> None:
+        del self.reads_by_source[source][number]
+        if not self.reads_by_source[source]:
             del self.reads_by_source[source]
 
     def open(self, ref: EngineRef, secret: bytes) -> Engine:
@@ -187,8 +185,7 @@ class Records:
         publication = lease.publication
         engine = self.engines[publication.source]
         self.leases_by_id[lease.lease_id] = self.leases_by_read[lease.request.read] = lease
-        self.leases_by_number[lease.number] = lease
-        self.list_read(publication.source, (publication.number, lease.number), lease)
+        self.list_read(publication.source, lease)
         engine.live_leases += 1
         publication.leases.add(lease)
         publication.reads.append(lease)
@@ -209,7 +206,6 @@ class Records:
         """Note that an awaited publication has arrived: its number is now in use, and afterwards stale for ever."""
         numbers = engine.numbers_size
         engine.see(publication.number, now)
-        engine.listed.add((publication.number,), publication)
         engine.pinned[publication] = None
         self.memory.take(engine.ref, engine.numbers_size - numbers)
         for lease in publication.leases:
@@ -342,11 +338,9 @@ class Records:
             engine.snapshot.discard(publication.number)
         forgotten = (lease for lease in publication.reads if lease.lease_id not in self.leases_by_id)
         size = PUBLICATION_BYTES + sum(lease.size for lease in forgotten)
-        if publication.stage is not PublicationStage.AWAITED:
-            engine.listed.remove((publication.number,))
-            if engine.recovering:
-                engine.forgotten.add(publication.number)
-                size -= NUMBER_BYTES
+        if publication.stage is not PublicationStage.AWAITED and engine.recovering:
+            engine.forgotten.add(publication.number)
+            size -= NUMBER_BYTES
         self.move(publication, PublicationStage.FORGOTTEN, self.clock.now())
         self.memory.give(engine.ref, size)
         self.close_if_empty(engine)
@@ -409,11 +403,10 @@ class Records:
         else:
             del self.leases_by_id[lease.lease_id]
             del self.leases_by_read[lease.request.read]
-            del self.leases_by_number[lease.number]
             lease.forget_at = NEVER
             source = lease.publication.source
             self.lease_budget.give(source)
-            self.unlist_read(source, (lease.publication.number, lease.number))
+            self.unlist_read(source, lease.number)
             if lease.publication.stage is PublicationStage.FORGOTTEN:
                 self.memory.give(source, lease.size)
 

@@ -45,7 +45,7 @@ class Routing:
     def __init__(self, records: Records, first_question: int = 1) -> None:
         self._records = records
         self._times, self._memory = records.times, records.memory
-        self._numbers, self._question_numbers = itertools.count(1), itertools.count(first_question)
+        self._question_numbers = itertools.count(first_question)
 
     def find(self, sources: Sequence[EngineRef], wanted: RouterKey) -> PublicationRecord | None:
         """Return the publication under a router's key; None: the publication has to be waited for. Raises
@@ -82,11 +82,11 @@ class Routing:
 
         first, budget = unless_all_refuse(sources, budget_with_room)[0]
         at = (first, *(other for other in sources if other != first))
-        waiting = WaitingRead(next(self._numbers), at, wanted, asked, now, budget)
+        waiting = WaitingRead(next(self._records.read_numbers), at, wanted, asked, now, budget)
         self._records.journal.waiting += 1
         budget.take(asked.holder)
         self._memory.take(first, ROUTER_KEY_BYTES)
-        self._records.list_read(first, (0, waiting.number), waiting)
+        self._records.list_read(first, waiting)
         for source in at:
             self._records.engines[source].router_keys.begin(waiting)
         return waiting
@@ -97,7 +97,7 @@ class Routing:
         self._records.journal.waiting -= 1
         waiting.budget.give(waiting.request.holder)
         self._memory.give(first, ROUTER_KEY_BYTES)
-        self._records.unlist_read(first, (0, waiting.number))
+        self._records.unlist_read(first, waiting.number)
         for source in waiting.sources:
             engine = self._records.engines.get(source)
             if engine is not None:

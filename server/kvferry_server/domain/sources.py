@@ -180,7 +180,7 @@ class Sources:
 
     def _check_room(self, engine: Engine, number: int, size: int) -> None:
         """Raise `LimitReached` unless the engine may have one more publication, whose step takes `size` bytes."""
-        check_limit("publications", len(engine.listed), self._limits.publications, self._times.ttl)
+        check_limit("publications", len(engine.publications), self._limits.publications, self._times.ttl)
         self._memory.check(engine.ref, PUBLICATION_BYTES + engine.skipped_size(number) + size)
 
     def _arrive(self, engine: Engine, publication: PublicationRecord, step: PublicationStep, now: float) -> None:

@@ -25,7 +25,7 @@ from kvferry_server.home.home import Home
 from kvferry_server.servicers import checks, encode, limits, lists
 from kvferry_server.servicers.callers import Context, remote_host
 from kvferry_server.servicers.limits import ENGINE_PAGE_BYTES, MAX_PAGE_SIZE, MAX_PLAN_BYTES
-from kvferry_server.servicers.lists import make_token, number_key, parse_token
+from kvferry_server.servicers.lists import make_token, parse_token
 from kvferry_server.servicers.worker import Worker
 
 PLAN_SECONDS = 5  # Longest planning of one PlanRead. Some engines take minutes; ranks that are left out are named.
@@ -96,7 +96,8 @@ class Introspection(IntrospectionServicer):
     async def GetEngine(self, request: ipb.GetEngineRequest, context: Context) -> ipb.GetEngineResponse:
         home = self._home
         engine_id = checks.text("engine_id", request.engine_id)
-        incarnation, after = _rank_after(request.page_token)
+        before = parse_token(request.page_token)
+        incarnation, after = (b"", -1) if before is None else (before[0].incarnation, before[1])
         most = checks.within("page_size", request.page_size, MAX_PAGE_SIZE) or MAX_PAGE_SIZE
         with home.turn():
             engine = home.engines.find_live(engine_id, incarnation)
@@ -113,7 +114,7 @@ class Introspection(IntrospectionServicer):
                 if rank <= after:
                     continue
                 if found.ranks and (size + len(encoded) > ENGINE_PAGE_BYTES or len(found.ranks) == most):
-                    response.next_page_token = make_token((engine.ref.incarnation, number_key(last)))
+                    response.next_page_token = make_token((engine.ref, last))
                     break
                 found.ranks.add().MergeFromString(encoded)
                 size, last = size + len(encoded), rank
@@ -179,14 +180,3 @@ class Introspection(IntrospectionServicer):
             engine = self._home.engines.find_live(engine_id)
             description = engine.check_readable()
         return await self._worker.run(host, 0, lambda: description.geometry)
-
-
-def _rank_after(page_token: str) -> tuple[bytes, int]:
-    """Decode a token of GetEngine into the incarnation and the last rank of the page before; none and -1 for the first
-    page. Raises `InvalidField`."""
-    key = parse_token(page_token)
-    if not key:
-        return b"", -1
-    if [len(part) for part in key] != [16, 8]:
-        raise InvalidField("page_token", page_token[:64], "a token from the page before")
-    return key[0], int.from_bytes(key[1], "big")

@@ -28,7 +28,6 @@ from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import Limits
-from kvferry_server.domain.ordered import Ordered
 from kvferry_server.domain.publications import lease_bytes
 from kvferry_server.domain.watch_feed import Process, Role
 from kvferry_server.home import time_slices
@@ -238,10 +237,7 @@ async def test_transfers_of_many_ranks_are_listed_in_pages_that_arrive(tmp_path:
 def test_pages_hold_everything_once_in_order_and_none_is_larger_than_a_message(
     shelves: dict[str, dict[int, int]], size: int
 ) -> None:
-    by_ref = {start(name, name): Ordered[int]() for name in shelves}
-    for name, held in shelves.items():
-        for number, length in held.items():
-            by_ref[start(name, name)].add((number,), length)
+    by_ref = {start(name, name): held for name, held in shelves.items()}
     token, found = "", list[int]()
     for _ in range(100):
         entries, token = page(by_ref, lambda length: BytesValue(value=b"x" * length), size, token)
