@@ -128,11 +128,7 @@ def _message(home: Home, event: Event, sequence: int = 0) -> pb.WatchResponse:
     if isinstance(event, PublicationRecord):
         response.released.CopyFrom(_released(event))
     elif isinstance(event, Question):
-        if event.open:
-            response.question.MergeFrom(_question(event, home.clock.now()))
-        else:
-            # It has ended since the event.
-            response.question_ended.number = event.number
+        response.question.MergeFrom(_question(event, home.clock.now()))
     elif isinstance(event, pb.RankLost):
         response.rank_lost.CopyFrom(event)
     elif isinstance(event, pb.QuestionEnded):
