@@ -337,7 +337,7 @@ class World:
         if publications is None or left:
             raise Violation(f"R3: the home still has publications {left} of {ref}")
         engine = home.engines.find(ref)
-        own = engine.feed_bytes + sum(rank.size for rank in engine.ranks.values()) + publications.numbers_size
+        own = engine.feed_bytes + sum(rank.size for rank in engine.ranks.values())
         keys = publications.router_keys
         waiting = sum(read.sources[0] == ref for read in keys.who_waits())
         own += ROUTER_KEY_BYTES * (len(keys._past) + len(keys._declined) + waiting)

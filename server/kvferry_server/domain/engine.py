@@ -24,7 +24,6 @@ from kvferry_server.domain.times import NEVER, Times
 from kvferry_server.domain.watch_feed import Feed, Process, Role
 
 STATES = ("ready", "incomplete", "lost", "dead")
-NUMBER_BYTES = 128  # Bytes that a remembered publication number takes in memory, estimated
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +67,6 @@ class Engine:
     skipped: dict[int, float] = field(default_factory=dict)  # by unseen number below `high_water`, time of the skip
     snapshot: set[int] | None = None  # numbers seen since the current snapshot began; None outside of a snapshot
     snapshot_name: bytes = b""
-    forgotten: set[int] = field(default_factory=set)  # numbers that arrived and were forgotten during recovery
     checksum_bytes: int = 0  # bytes of checksums for unreleased publications
     _keys: PublicationKeys = field(init=False, repr=False)
     _description: EngineDescription | None = None
@@ -244,7 +242,7 @@ class Engine:
         if number > self.high_water or (since is not None and since > now - self.times.max_ttl):
             return True
         # The mark does not cover numbers from before this home started. The snapshot will.
-        return self.recovering and number not in self.forgotten
+        return self.recovering
 
     def check_may_arrive(self, number: int, now: float) -> None:
         """Raise `PublicationStale` unless a publication that is not here can still arrive."""
@@ -268,17 +266,7 @@ class Engine:
         """Accept no further publication with a number up to `high_water`; publications that are here stay."""
         self.high_water = max(self.high_water, high_water)
         self.skipped = {number: since for number, since in self.skipped.items() if number > high_water}
-        self.forgotten.clear()
 
     def live_until(self) -> float:
         """When the last live lease ends; 0 without any."""
         return max((lease.expires for found in self.publications.values() for lease in found.leases), default=0.0)
-
-    def skipped_size(self, number: int) -> int:
-        """Estimate the bytes for the numbers that a publication with this number would skip."""
-        return NUMBER_BYTES * min(MAX_SKIPPED, max(0, number - 1 - self.high_water))
-
-    @property
-    def numbers_size(self) -> int:
-        """Estimated bytes for the numbers that are remembered without a publication."""
-        return NUMBER_BYTES * (len(self.skipped) + len(self.forgotten))

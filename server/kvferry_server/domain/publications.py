@@ -74,6 +74,7 @@ class PublicationRecord:
     not_published: bool = False  # the source's client has given the publication up
     awaited_until: float = NEVER  # until when a decline is remembered
     tell_again_at: float = NEVER  # when the release event is repeated, unless acknowledged
+    acknowledged: bool = False  # during a recovery, until whose end the number may not arrive again
     checksums: Checksums = field(default_factory=Checksums)  # dropped at release
     scheduled: float = NEVER
 
@@ -128,7 +129,7 @@ class PublicationRecord:
         if self.stage is PublicationStage.FORGOTTEN:
             return NEVER
         if self.stage is PublicationStage.RELEASED:
-            return self.tell_again_at
+            return NEVER if self.acknowledged else self.tell_again_at
         if self.grantable:
             return self.final_at if self.leases else min(self.final_at, self.hold_until)
         if self.leases:

@@ -15,7 +15,7 @@ from typing import TypeAlias
 from kvferry._wire.outcomes import MissReason, ReleaseOutcome
 from kvferry.errors import EngineUnknown, HomeRecovering
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.engine import NUMBER_BYTES, Engine
+from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.journal import Journal
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Budget, Limits, MemoryBudget
@@ -157,7 +157,7 @@ class Records:
     def released(self, source: EngineRef) -> list[PublicationRecord]:
         """Return the released publications that their source has not acknowledged."""
         found = self.of_engine(source).publications.values()
-        return [publication for publication in found if publication.stage is PublicationStage.RELEASED]
+        return [one for one in found if one.stage is PublicationStage.RELEASED and not one.acknowledged]
 
     # Adding.
 
@@ -204,10 +204,8 @@ class Records:
 
     def arrive(self, engine: Engine, publication: PublicationRecord, now: float) -> None:
         """Note that an awaited publication has arrived: its number is now in use, and afterwards stale for ever."""
-        numbers = engine.numbers_size
         engine.see(publication.number, now)
         engine.pinned[publication] = None
-        self.memory.take(engine.ref, engine.numbers_size - numbers)
         for lease in publication.leases:
             engine.waiting_reads.give(lease.request.holder)
         publication.first_at = now
@@ -338,25 +336,15 @@ class Records:
             engine.snapshot.discard(publication.number)
         forgotten = (lease for lease in publication.reads if lease.lease_id not in self.leases_by_id)
         size = PUBLICATION_BYTES + sum(lease.size for lease in forgotten)
-        if publication.stage is not PublicationStage.AWAITED and engine.recovering:
-            engine.forgotten.add(publication.number)
-            size -= NUMBER_BYTES
         self.move(publication, PublicationStage.FORGOTTEN, self.clock.now())
         self.memory.give(engine.ref, size)
         self.close_if_empty(engine)
-
-    def close_below(self, engine: Engine, high_water: int) -> None:
-        """Accept no further publication with a number up to `high_water`: the source has named all that it holds."""
-        numbers = engine.numbers_size
-        engine.close_below(high_water)
-        self.memory.take(engine.ref, engine.numbers_size - numbers)
 
     def close_if_empty(self, engine: Engine) -> None:
         """Forget an incarnation that is gone and has no publications left."""
         if engine.gone and not engine.publications and engine.ref in self.engines:
             del self.engines[engine.ref]
             engine.router_keys.close()
-            self.memory.give(engine.ref, engine.numbers_size)
 
     def _as_of(self, lease: Lease | None, now: float) -> Lease | None:
         if lease is None:

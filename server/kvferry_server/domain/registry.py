@@ -53,11 +53,9 @@ class Registry:
         self._engines_by_host = Budget(self._limits.engines)
         self._engines: dict[EngineRef, Engine] = {}  # Those that are not gone
         # Incarnations that ended for good, and are refused for `retire` seconds, so that a delayed message cannot evict
-        # the live incarnation (PROTOCOL, Identities): the end of each refusal, rising, and the host that it counts for.
-        # The budget is for those that their engines have retired themselves: otherwise a peer that opens and retires
-        # incarnations without end would fill the memory.
-        self._retired: dict[EngineRef, tuple[float, str | None]] = {}
-        self._retired_by_host = Budget(self._limits.retired)
+        # the live incarnation (PROTOCOL, Identities): the end of each refusal, rising. Beyond `Limits.retired` the
+        # oldest are not refused any more: a peer that retires incarnations without end must not fill the memory.
+        self._retired: dict[EngineRef, float] = {}
         self._deadlines: DeadlineQueue[Engine] = DeadlineQueue()
 
     def advance(self) -> float:
@@ -161,7 +159,7 @@ class Registry:
             for other in replaced:
                 self._journal.engine("engine_replaced", other.ref, by=short(ref.incarnation), peer=host or UNIX_PEER)
                 self._forget(other, _restarted(other.ref, REPLACED, ref.incarnation.hex()))
-                self._retired[other.ref] = now + self._times.retire, None
+                self._refuse(other.ref, now)
             engine = self._engines[ref] = self._records.open(ref, secret)
             self._journal.engine("engine_opened", ref, peer=host or UNIX_PEER)
         elif engine.lost_at is not None:
@@ -192,16 +190,14 @@ class Registry:
             raise self._unknown(ref.engine_id)
         self._journal.engine("engine_evicted", ref, bad=True)
         self._forget(engine, _restarted(ref, "was evicted by an operator"))
-        self._retired[ref] = now + self._times.retire, None
+        self._refuse(ref, now)
 
     def retire(self, ref: EngineRef) -> None:
         """End an incarnation for good, for its own scheduler, which stops. Call `check_session` before. Raises as
-        `find`, and `LimitReached` if the host of its scheduler has retired too many."""
+        `find`."""
         now = self.advance()
         engine = self.find(ref)
-        check_budget("retired", self._retired_by_host, engine.host, self._times.retire)
-        self._retired_by_host.take(engine.host)
-        self._retired[ref] = now + self._times.retire, engine.host
+        self._refuse(ref, now)
         self._journal.engine("engine_retired", ref)
         self._forget(engine)
 
@@ -341,15 +337,14 @@ class Registry:
         self._records.end_all(engine, reason)
 
     def _is_retired(self, ref: EngineRef) -> bool:
-        now = self._clock.now()
-        while self._retired:
-            first, (until, host) = next(iter(self._retired.items()))
-            if until > now:
-                break
-            del self._retired[first]
-            if host is not None:
-                self._retired_by_host.give(host)
-        return ref in self._retired
+        return self._retired.get(ref, 0.0) > self._clock.now()
+
+    def _refuse(self, ref: EngineRef, now: float) -> None:
+        self._retired[ref] = now + self._times.retire
+        oldest = next(iter(self._retired))
+        while self._retired[oldest] <= now or len(self._retired) > self._limits.retired:
+            del self._retired[oldest]
+            oldest = next(iter(self._retired))
 
     @property
     def recovering(self) -> bool:
