@@ -18,7 +18,7 @@ from kvferry_server.admin.node_state import NodeState, Row, last_reads, overview
 from kvferry_server.admin.problems import Problem, problems
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.event_log import short
-from kvferry_server.servicers import lists
+from kvferry_server.servicers import introspection
 
 TICKS = 4
 ENDS = ("valid", "failed", "expired", "cancelled")  # How reads end
@@ -95,9 +95,9 @@ def front(node: NodeState, query: Mapping[str, str]) -> Html:
     def asked(name: str) -> dict[str, Any]:
         return {"page_size": PAGE_SIZE, "page_token": query.get(name, "")}
 
-    engines = lists.engines(home, ipb.ListEnginesRequest(**asked("engines")))
-    reads = lists.transfers(home, ipb.ListTransfersRequest(**asked("reads")))
-    requests = lists.requests(home, ipb.ListRequestsRequest(**asked("requests")))
+    engines = introspection.engines(home, ipb.ListEnginesRequest(**asked("engines")))
+    reads = introspection.transfers(home, ipb.ListTransfersRequest(**asked("reads")))
+    requests = introspection.requests(home, ipb.ListRequestsRequest(**asked("requests")))
     hosts = {(engine.ref.engine_id, engine.ref.incarnation): engine.host for engine in node.engines}
     linked = [
         {

@@ -29,7 +29,7 @@ from kvferry_server.admin import limits, page
 from kvferry_server.admin.metrics import NodeCollector
 from kvferry_server.admin.node_state import NodeState, last_reads, overview
 from kvferry_server.home.home import Home
-from kvferry_server.servicers import lists
+from kvferry_server.servicers import introspection
 
 logger = logging.getLogger(__name__)
 
@@ -134,9 +134,9 @@ class AdminService(AdminListener):
             "/healthz": lambda _: _probe(node.why_not_healthy()),
             "/readyz": lambda _: _probe(node.why_not_healthy() or node.why_not_ready()),
             "/statusz": self._in_turn(self._state),
-            "/statusz/engines": self._in_turn(_listed(node, lists.engines, ipb.ListEnginesRequest)),
-            "/statusz/requests": self._in_turn(_listed(node, lists.requests, ipb.ListRequestsRequest)),
-            "/statusz/reads": self._in_turn(_listed(node, lists.transfers, ipb.ListTransfersRequest)),
+            "/statusz/engines": self._in_turn(_listed(node, introspection.engines, ipb.ListEnginesRequest)),
+            "/statusz/requests": self._in_turn(_listed(node, introspection.requests, ipb.ListRequestsRequest)),
+            "/statusz/reads": self._in_turn(_listed(node, introspection.transfers, ipb.ListTransfersRequest)),
             "/statusz/last-reads": self._in_turn(lambda _: _json({"reads": last_reads(node)})),
             "/engine": self._in_turn(self._engine),
         }

@@ -20,8 +20,8 @@ from kvferry.stats import Distribution, counter, gauge, histogram, shown
 from kvferry_server.domain.event_log import EventLog, short
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
-from kvferry_server.domain.questions import Question, QuestionOutcome
 from kvferry_server.domain.reads import LeaseState, RevokeReason, Verdict
+from kvferry_server.domain.router_keys import Question, QuestionOutcome
 from kvferry_server.domain.times import Clock
 
 LAST_READS = 100  # Ended reads that are kept, even after their records are forgotten; and kinds of bad ends

@@ -20,9 +20,8 @@ from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.journal import Journal
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Budget, Limits, MemoryBudget
 from kvferry_server.domain.publications import PUBLICATION_BYTES, Lease, PublicationRecord, PublicationStage
-from kvferry_server.domain.questions import Question, QuestionOutcome
 from kvferry_server.domain.reads import LeaseState, ReadKey, RevokeReason
-from kvferry_server.domain.router_keys import RouterKeys, WaitingRead
+from kvferry_server.domain.router_keys import Question, QuestionOutcome, RouterKeys, WaitingRead
 from kvferry_server.domain.times import NEVER, Clock, DeadlineQueue, Times
 from kvferry_server.domain.watch_feed import Event, Feed
 

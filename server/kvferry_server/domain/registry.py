@@ -27,14 +27,13 @@ from kvferry.errors import (
     WrongSession,
 )
 from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.engine_description import EngineDescription
 from kvferry_server.domain.event_log import short
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.journal import UNIX_PEER
 from kvferry_server.domain.limits import Budget, check_budget, check_limit
 from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.records import Records
-from kvferry_server.domain.registrations import Registration, check_same, engine_difference, first_difference
+from kvferry_server.domain.registrations import OF_ENGINE, OF_RANK, EngineDescription, Registration, check_same
 from kvferry_server.domain.steps import check_step
 from kvferry_server.domain.times import RECOVERING_RETRY_AFTER, DeadlineQueue
 from kvferry_server.domain.watch_feed import Process
@@ -277,10 +276,10 @@ class Registry:
         engine = self.check_session(registration.engine, secret)
         before = engine.ranks.get(registration.rank)
         if before is not None:
-            check_same(registration, first_difference(before, registration))
+            check_same(registration, before, OF_RANK)
             return engine
         if engine.first is not None:
-            check_same(registration, engine_difference(engine.first, registration))
+            check_same(registration, engine.first, OF_ENGINE)
         if registration.num_ranks > self._limits.ranks:
             raise InvalidField("num_ranks", registration.num_ranks, f"at most {self._limits.ranks}")
         agent = registration.agent

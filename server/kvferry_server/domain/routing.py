@@ -22,10 +22,9 @@ from kvferry.errors import (
 from kvferry_server.domain.identity import EngineRef, RouterKey
 from kvferry_server.domain.limits import Budget, check_budget
 from kvferry_server.domain.publications import PublicationRecord
-from kvferry_server.domain.questions import Ask, QuestionOutcome
 from kvferry_server.domain.reads import LeaseRequest
 from kvferry_server.domain.records import Records
-from kvferry_server.domain.router_keys import ROUTER_KEY_BYTES, WaitingRead
+from kvferry_server.domain.router_keys import ROUTER_KEY_BYTES, Ask, QuestionOutcome, WaitingRead
 
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")

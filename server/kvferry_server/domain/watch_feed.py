@@ -13,7 +13,7 @@ from kvferry.errors import KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.publications import PublicationRecord
-from kvferry_server.domain.questions import Question
+from kvferry_server.domain.router_keys import Question
 
 
 class Role(enum.IntEnum):

@@ -32,8 +32,8 @@ from kvferry_server.domain.publications import lease_bytes
 from kvferry_server.domain.watch_feed import Process, Role
 from kvferry_server.home import time_slices
 from kvferry_server.servicers import limits
+from kvferry_server.servicers.introspection import page
 from kvferry_server.servicers.limits import MAX_GROUPS, MAX_NOTIFICATIONS, MAX_RELEASED_READS, MAX_RUNS
-from kvferry_server.servicers.lists import page
 from tests.support.node_in_process import (
     TIMEOUT,
     Node,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvferry.v1 import introspection_pb2 as ipb
+from kvferry_server.servicers.introspection import page
 from kvferry_server.servicers.limits import LISTING_PAGE_BYTES
-from kvferry_server.servicers.lists import page
 from tests.support.parties import P
 
 
