@@ -264,14 +264,14 @@ class Records:
         where a question ends."""
         engine = self.engines[question.source]
         now = self.clock.now()
-        engine.router_keys.questions.end(question, outcome, why, now)
+        engine.router_keys.end_question(question, outcome, why, now)
         self.journal.question_ended(question, outcome, now)
         self.tell(engine, pb.QuestionEnded(number=question.number))
         self.wake_waiting(engine, question.ask.router_key.name)
 
     def end_questions(self, engine: Engine) -> None:
         """End all open questions to an engine, which cannot answer any more."""
-        for question in engine.router_keys.questions.open():
+        for question in tuple(engine.router_keys.open_questions.values()):
             self.end_question(question, QuestionOutcome.UNANSWERED)
 
     def end_all(self, engine: Engine, reason: RevokeReason) -> None:
@@ -401,7 +401,7 @@ class Records:
         if question.open:
             self.end_question(question, QuestionOutcome.UNANSWERED)
         else:
-            self.engines[question.source].router_keys.questions.forget(question)
+            self.engines[question.source].router_keys.forget_question(question)
 
     def _on_publication_due(self, publication: PublicationRecord, now: float) -> None:
         if publication.stage is PublicationStage.RELEASED:

@@ -35,6 +35,7 @@ from kvferry_server.domain.publications import PublicationRecord, ended
 from kvferry_server.domain.reads import LeaseRequest
 from kvferry_server.domain.times import ENDED_KEPT, NEVER
 
+ROUTER_KEY_BYTES = 1024  # Bytes of a remembered key, or of a read that waits under one; estimated
 QUESTION_BYTES = 4096  # Bytes that a question takes in memory beside its prompt, until it is forgotten; estimated
 
 
@@ -99,86 +100,6 @@ class Question:
         return self.deadline if self.open else self.forget_at
 
 
-class EngineQuestions:
-    """The questions to one incarnation: the open ones, and for `ENDED_KEPT` seconds those that ended without a
-    publication, for readers who come for the answer a little later.
-
-    Questions count against the memory of their asker, not of the engine: a flood of them takes no room from the
-    engine's publications.
-    """
-
-    def __init__(self, source: EngineRef, memory: MemoryBudget) -> None:
-        self._source = source
-        self._memory = memory
-        self._places = Budget(MAX_QUESTIONS)
-        self._by_key: dict[RouterKey, Question] = {}
-        self._open: dict[int, Question] = {}  # By number. Few, of maybe thousands that are remembered.
-
-    def open(self) -> list[Question]:
-        return list(self._open.values())
-
-    def get(self, key: RouterKey) -> Question | None:
-        """Return the question with this key, open or ended without a publication; None: it is not remembered."""
-        return self._by_key.get(key)
-
-    def numbered(self, number: int) -> Question | None:
-        """Return an open question by its number; None: it has ended."""
-        return self._open.get(number)
-
-    def check(self, key: RouterKey) -> None:
-        """Raise `PrefixMiss` if the question with this key has ended without a publication."""
-        question = self._by_key.get(key)
-        if question is not None and question.outcome is not None:
-            raise self.miss(f"the question {question.outcome.value}", question.why)
-
-    def miss(self, problem: str, why: MissReason | None = None) -> PrefixMiss:
-        """Return the error for readers of an answer that does not come; `why` is by default NO_ANSWER."""
-        engine_id, why = self._source.engine_id, why or MissReason.NO_ANSWER
-        told = f"engine {engine_id!r} gives nothing of the prompt ({why.name}): {problem}"
-        return PrefixMiss(told, engine_id=engine_id, why=why.name)
-
-    def add(self, ask: Ask, number: int, now: float) -> Question:
-        """Add a question. Raises `LimitReached` if the engine has too many, or its asker, or there is no memory."""
-        check_budget("questions", self._places, ask.holder, ENDED_KEPT)
-        with self._memory.hold(ask.holder, ask.host, QUESTION_BYTES) as held:
-            ask_memory = self._memory.hold(ask.holder, ask.host, ask.size)
-            memory = held.pop_all()
-        self._places.take(ask.holder)
-        question = Question(self._source, number, ask, now, ask_memory, memory)
-        self._by_key[ask.router_key] = self._open[number] = question
-        return question
-
-    def end(self, question: Question, outcome: QuestionOutcome, why: MissReason | None, now: float) -> None:
-        """End an open question; only `Records.end_question` calls this. One that its source did not answer keeps its
-        place until it is forgotten: an asker that withdraws, or waits for moments only, cannot send a source questions
-        without end."""
-        del self._open[question.number]
-        question.outcome, question.why = outcome, why
-        question.ask = replace(question.ask, reference="", prompt=b"")
-        question.ask_memory.close()
-        question.forget_at = now + ENDED_KEPT
-        if outcome is QuestionOutcome.ANSWERED:
-            self.forget(question)
-        elif outcome is QuestionOutcome.MISSED:
-            self._places.give(question.ask.holder)
-
-    def forget(self, question: Question) -> None:
-        """Forget a question that has ended."""
-        del self._by_key[question.ask.router_key]
-        question.forget_at = NEVER
-        question.memory.close()
-        if question.outcome is not QuestionOutcome.MISSED:
-            self._places.give(question.ask.holder)
-
-    def close(self) -> None:
-        """Forget all questions, which have ended: the engine is gone."""
-        for question in tuple(self._by_key.values()):
-            self.forget(question)
-
-
-ROUTER_KEY_BYTES = 1024  # Bytes of a remembered key, or of a read that waits under one; estimated
-
-
 @dataclass(slots=True, eq=False)
 class WaitingRead:
     """A call that waits for a publication under a router's key. It has no lease yet."""
@@ -212,14 +133,22 @@ class _Declined:
 
 
 class RouterKeys:
-    """The router keys of one incarnation."""
+    """The router keys of one incarnation, and the questions to it.
+
+    Questions count against the memory of their asker, not of the engine: a flood of them takes no room from the
+    engine's publications.
+    """
 
     def __init__(self, source: EngineRef, memory: MemoryBudget, limits: Limits) -> None:
         # By the reader's host. Any caller may wait, with any key, and must not take the turn of readers with a
         # publication's own reference, so those have another budget.
         self.waits = Budget(limits.waiting_reads)
         self.waiting: dict[str, set[WaitingRead]] = {}  # By router_key
-        self.questions = EngineQuestions(source, memory)
+        # The open ones, and for `ENDED_KEPT` seconds those that ended without a publication, for readers who come a
+        # little later.
+        self.questions: dict[RouterKey, Question] = {}
+        self.open_questions: dict[int, Question] = {}  # By number. Few, of maybe thousands that are remembered.
+        self._places = Budget(MAX_QUESTIONS)
         self._source = source
         self._memory = memory
         self._declines = Budget(limits.waiting_declines)  # By caller; of publications that have not arrived
@@ -234,7 +163,7 @@ class RouterKeys:
         keys = [waiting.router_key.key for waiting in self.who_waits(wanted.name)]
         keys += [held.router_key.key] if held is not None and held.router_key is not None else []
         keys += [past.key] if past is not None else []
-        return bool(self.questions.get(wanted)) or any(hmac.compare_digest(key, wanted.key) for key in keys)
+        return wanted in self.questions or any(hmac.compare_digest(key, wanted.key) for key in keys)
 
     def find(self, wanted: RouterKey, now: float) -> PublicationRecord | None:
         """Return the publication under a key; None: it has not arrived. Raises `WrongKey` if the publication of this
@@ -242,7 +171,9 @@ class RouterKeys:
         `NotPublished` if its source has given it up, and `PrefixMiss` if it was asked for and will not arrive."""
         self._drop_old(now)
         # First: a publication that comes after the end of its question is no answer.
-        self.questions.check(wanted)
+        question = self.questions.get(wanted)
+        if question is not None and question.outcome is not None:
+            raise self.miss(f"the question {question.outcome.value}", question.why)
         publication = self._held.get(wanted.name)
         if publication is not None and publication.router_key is not None:
             self._check(wanted, publication.router_key.key, publication.number)
@@ -326,7 +257,47 @@ class RouterKeys:
     def close(self) -> None:
         """Forget everything but the waiting reads: the engine is gone."""
         self._drop_old(math.inf)
-        self.questions.close()
+        for question in tuple(self.questions.values()):
+            self.forget_question(question)
+
+    def miss(self, problem: str, why: MissReason | None = None) -> PrefixMiss:
+        """Return the error for readers of an answer that does not come; `why` is by default NO_ANSWER."""
+        engine_id, why = self._source.engine_id, why or MissReason.NO_ANSWER
+        told = f"engine {engine_id!r} gives nothing of the prompt ({why.name}): {problem}"
+        return PrefixMiss(told, engine_id=engine_id, why=why.name)
+
+    def add_question(self, ask: Ask, number: int, now: float) -> Question:
+        """Add a question. Raises `LimitReached` if the engine has too many, or its asker, or there is no memory."""
+        check_budget("questions", self._places, ask.holder, ENDED_KEPT)
+        with self._memory.hold(ask.holder, ask.host, QUESTION_BYTES) as held:
+            ask_memory = self._memory.hold(ask.holder, ask.host, ask.size)
+            memory = held.pop_all()
+        self._places.take(ask.holder)
+        question = Question(self._source, number, ask, now, ask_memory, memory)
+        self.questions[ask.router_key] = self.open_questions[number] = question
+        return question
+
+    def end_question(self, question: Question, outcome: QuestionOutcome, why: MissReason | None, now: float) -> None:
+        """End an open question; only `Records.end_question` calls this. One that its source did not answer keeps its
+        place until it is forgotten: an asker that withdraws, or waits for moments only, cannot send a source questions
+        without end."""
+        del self.open_questions[question.number]
+        question.outcome, question.why = outcome, why
+        question.ask = replace(question.ask, reference="", prompt=b"")
+        question.ask_memory.close()
+        question.forget_at = now + ENDED_KEPT
+        if outcome is QuestionOutcome.ANSWERED:
+            self.forget_question(question)
+        elif outcome is QuestionOutcome.MISSED:
+            self._places.give(question.ask.holder)
+
+    def forget_question(self, question: Question) -> None:
+        """Forget a question that has ended."""
+        del self.questions[question.ask.router_key]
+        question.forget_at = NEVER
+        question.memory.close()
+        if question.outcome is not QuestionOutcome.MISSED:
+            self._places.give(question.ask.holder)
 
     def _check(self, wanted: RouterKey, key: bytes, number: int) -> None:
         if not hmac.compare_digest(wanted.key, key):

@@ -114,8 +114,8 @@ class Routing:
         """
         now = self._records.advance()
         engine = self._records.of_engine(source)
-        questions = engine.router_keys.questions
-        if engine.router_keys.find(ask.router_key, now) or questions.get(ask.router_key):
+        keys = engine.router_keys
+        if keys.find(ask.router_key, now) or ask.router_key in keys.questions:
             return
         if self._records.draining:
             raise ServerDraining("this node server is draining: ask again")
@@ -123,8 +123,8 @@ class Routing:
         try:
             engine.check_readable()
         except EngineIncomplete as error:
-            raise questions.miss(error.message) from None
-        self._records.add_question(engine, questions.add(ask, next(self._question_numbers), now))
+            raise keys.miss(error.message) from None
+        self._records.add_question(engine, keys.add_question(ask, next(self._question_numbers), now))
 
     def decline(
         self, sources: Sequence[EngineRef], wanted: RouterKey, holder: Hashable, *, not_published: bool = False

@@ -109,7 +109,7 @@ class Sources:
     def miss(self, source: EngineRef, number: int, why: MissReason) -> None:
         """Answer a question with nothing. Idempotent; a question that has ended stays as it is."""
         engine, _ = self._records.begin(source)
-        question = engine.router_keys.questions.numbered(number)
+        question = engine.router_keys.open_questions.get(number)
         if question is not None:
             self._records.end_question(question, QuestionOutcome.MISSED, why)
 

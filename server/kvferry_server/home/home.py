@@ -200,7 +200,7 @@ class Home(AbstractContextManager[float]):
             return []
         engine = self.engines.find(process.engine)
         lost = map(engine.rank_lost, sorted(engine.lost_ranks))
-        return [*self.records.released(process.engine), *lost, *engine.router_keys.questions.open()]
+        return [*self.records.released(process.engine), *lost, *engine.router_keys.open_questions.values()]
 
     def reference(self, publication: PublicationRecord) -> str:
         return format_reference(

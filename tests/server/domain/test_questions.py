@@ -508,7 +508,7 @@ def test_ended_questions_are_told_to_a_resumed_watch_and_open_ones_are_state(ask
     asked.ask("3")
     told = [event for _, event in asked.scene.feed.after(seen)]
     assert [event.number for event in told if isinstance(event, Question | pb.QuestionEnded)] == [1, 3]
-    assert [each.number for each in asked.records.of_engine(P).router_keys.questions.open()] == [2, 3]
+    assert [each.number for each in asked.records.of_engine(P).router_keys.open_questions.values()] == [2, 3]
     # A Watch from before does not hear of what has begun and ended meanwhile.
     events = [event for _, event in asked.scene.feed.after(0)]
     assert [event.number for event in events if isinstance(event, Question)] == [2, 3]
