@@ -37,11 +37,11 @@ class Limits:
     """Leases at a home, including ended ones whose outcome is kept. The publications of one engine get at most as many
     as stay free."""
     waiting_reads: int = 4096
-    """Live leases on publications of one engine that have not arrived; and as many reads that wait under routers' keys.
-    A reader gets at most as many as stay free."""
-    waiting_declines: int = 4096
-    """Publications of one engine that were declined before they arrived; and as many more under routers' keys, of which
-    a caller gets at most as many as stay free."""
+    """Live leases on publications of one engine that have not arrived. A reader gets at most as many as stay free."""
+    waiting_declines: int = 4096  # Publications of one engine that were declined before they arrived
+    router_keys: int = 65_536
+    """Reads that wait under routers' keys at a home; and as many declines under keys whose publications have not
+    arrived. A caller gets at most as many as stay free."""
     watch_queue: int = 1024  # Events that a Watch may fall behind before its answer is `lagged`
 
 

@@ -56,6 +56,7 @@ class Records:
         self.reads_by_source: dict[EngineRef, dict[int, Lease | WaitingRead]] = {}
         self.read_numbers = itertools.count(1)
         self.lease_budget = Budget(limits.leases)  # By source
+        self._router_declines = Budget(limits.router_keys)
         # Nothing is granted, renewed or accepted any more; reports, cancels and acknowledgements go on.
         self.draining = False
         self._publication_deadlines: DeadlineQueue[PublicationRecord] = DeadlineQueue()
@@ -175,7 +176,7 @@ class Records:
             # It was gone, but leases on its publications are live.
             engine.begin_again()
             return engine
-        router_keys = RouterKeys(ref, self.memory, self.limits)
+        router_keys = RouterKeys(ref, self.memory, self._router_declines)
         engine = Engine(ref, self.times, secret, Budget(self.limits.waiting_reads), router_keys)
         self.engines[ref] = engine
         return engine

@@ -30,12 +30,12 @@ from dataclasses import dataclass, field, replace
 from kvferry._wire.outcomes import MissReason, ReleaseOutcome
 from kvferry.errors import PrefixMiss, RouterKeyUsed, WrongKey
 from kvferry_server.domain.identity import EngineRef, RouterKey
-from kvferry_server.domain.limits import MAX_PAST_ROUTER_KEYS, MAX_QUESTIONS, Budget, Limits, MemoryBudget, check_budget
+from kvferry_server.domain.limits import MAX_PAST_ROUTER_KEYS, MAX_QUESTIONS, Budget, MemoryBudget, check_budget
 from kvferry_server.domain.publications import PublicationRecord, ended
 from kvferry_server.domain.reads import LeaseRequest
 from kvferry_server.domain.times import ENDED_KEPT, NEVER
 
-ROUTER_KEY_BYTES = 1024  # Bytes of a remembered key, or of a read that waits under one; estimated
+ROUTER_KEY_BYTES = 1024  # Bytes of the remembered key of a publication, estimated
 QUESTION_BYTES = 4096  # Bytes that a question takes in memory beside its prompt, until it is forgotten; estimated
 
 
@@ -109,7 +109,6 @@ class WaitingRead:
     router_key: RouterKey
     request: LeaseRequest = field(repr=False)
     since: float  # seconds on the home's clock
-    budget: Budget = field(repr=False)  # the budget of which it takes 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,16 +132,14 @@ class _Declined:
 
 
 class RouterKeys:
-    """The router keys of one incarnation, and the questions to it.
+    """The router keys of one incarnation, and the questions to it. `declines` is the budget, by caller, of all
+    incarnations for declines of publications that have not arrived.
 
     Questions count against the memory of their asker, not of the engine: a flood of them takes no room from the
     engine's publications.
     """
 
-    def __init__(self, source: EngineRef, memory: MemoryBudget, limits: Limits) -> None:
-        # By the reader's host. Any caller may wait, with any key, and must not take the turn of readers with a
-        # publication's own reference, so those have another budget.
-        self.waits = Budget(limits.waiting_reads)
+    def __init__(self, source: EngineRef, memory: MemoryBudget, declines: Budget) -> None:
         self.waiting: dict[str, set[WaitingRead]] = {}  # By router_key
         # The open ones, and for `ENDED_KEPT` seconds those that ended without a publication, for readers who come a
         # little later.
@@ -151,7 +148,7 @@ class RouterKeys:
         self._places = Budget(MAX_QUESTIONS)
         self._source = source
         self._memory = memory
-        self._declines = Budget(limits.waiting_declines)  # By caller; of publications that have not arrived
+        self._declines = declines
         self._held: dict[str, PublicationRecord] = {}
         # In the order in which they expire.
         self._past: dict[str, _Past] = {}
@@ -209,7 +206,7 @@ class RouterKeys:
         self._held[publication.router_key.name] = publication
         declined = self._declined.pop(publication.router_key, None)
         if declined is not None:
-            self._give(declined)
+            self._declines.give(declined.holder)
         return declined is not None
 
     def forgotten(self, publication: PublicationRecord, now: float, until: float) -> None:
@@ -229,13 +226,10 @@ class RouterKeys:
         self, key: RouterKey, holder: Hashable, now: float, until: float, *, not_published: bool = False
     ) -> None:
         """Remember, until a time, that `holder` declined a key before its publication arrived; or, with
-        `not_published`, that the source gave it up. Raises `LimitReached` if this caller has declined too many, or
-        there is no memory."""
+        `not_published`, that the source gave it up. Raises `LimitReached` if this caller has declined too many."""
         self._drop_old(now)
-        check_budget("waiting_declines", self._declines, holder, until - now)
-        self._memory.check(self._source, ROUTER_KEY_BYTES)
+        check_budget("router_keys", self._declines, holder, until - now)
         self._declines.take(holder)
-        self._memory.take(self._source, ROUTER_KEY_BYTES)
         self._declined[key] = _Declined(until, holder, not_published)
 
     def begin(self, waiting: WaitingRead) -> None:
@@ -309,12 +303,8 @@ class RouterKeys:
         while self._past and next(iter(self._past.values())).until <= now:
             self._drop_past()
         while self._declined and next(iter(self._declined.values())).until <= now:
-            self._give(self._declined.pop(next(iter(self._declined))))
+            self._declines.give(self._declined.pop(next(iter(self._declined))).holder)
 
     def _drop_past(self) -> None:
         del self._past[next(iter(self._past))]
-        self._memory.give(self._source, ROUTER_KEY_BYTES)
-
-    def _give(self, declined: _Declined) -> None:
-        self._declines.give(declined.holder)
         self._memory.give(self._source, ROUTER_KEY_BYTES)
