@@ -208,21 +208,15 @@ class Engine:
         return sum(held.blocks * self.block_bytes[group] for group, held in publication.extents.items())
 
     def key(self, number: int) -> bytes:
-        """Return the key in the reference of a publication, arrived or not."""
-        return self._keys.key(number)
+        """Return the key in the reference of a publication, arrived or not; 0: in the engine's own reference."""
+        return self._keys.key(number) if number else engine_key(self.secret)
 
     def check_key(self, number: int, key: bytes) -> None:
-        """Raise `WrongKey` unless this is the key of the publication, arrived or not."""
+        """Raise `WrongKey` unless this is the key in the reference that `key` is for."""
         if not hmac.compare_digest(self.key(number), key):
             engine_id = self.ref.engine_id
-            problem = f"the reference's key is not that of publication {number} of engine {engine_id!r}"
-            raise WrongKey(problem, engine_id=engine_id, publication=number)
-
-    def check_engine_key(self, key: bytes) -> None:
-        """Raise `WrongKey` unless this is the key in the engine's own reference."""
-        if not hmac.compare_digest(engine_key(self.secret), key):
-            engine_id = self.ref.engine_id
-            raise WrongKey(f"the reference's key is not that of engine {engine_id!r}", engine_id=engine_id)
+            named = f"publication {number} of engine {engine_id!r}" if number else f"engine {engine_id!r}"
+            raise WrongKey(f"the reference's key is not that of {named}", engine_id=engine_id, publication=number)
 
     def check_recovered(self) -> None:
         """Raise `HomeRecovering` until the engine has sent its full snapshot."""

@@ -59,12 +59,12 @@ class EventLog:
         of one `kind` (empty: the name with the outcome) together."""
         if not self.writes(level):
             return
-        given = {key: value.name if isinstance(value, Enum) else value for key, value in fields.items()}
-        given = {key: value for key, value in given.items() if value is not None}
-        outcome = next((given[field] for field in OUTCOMES if field in given), "")
+        outcome = next((fields[field] for field in OUTCOMES if fields.get(field) is not None), "")
         left_out = self._left_out(kind or f"{name} {outcome}") if level >= logging.INFO else 0
         if left_out is None:
             return
+        named = {key: value.name if isinstance(value, Enum) else value for key, value in fields.items()}
+        given = {key: value for key, value in named.items() if value is not None}
         if left_out:
             given["left_out"] = left_out
         text = "".join(f" {key}={quoted(value)}" for key, value in given.items())

@@ -26,8 +26,6 @@ from kvferry_server.domain.steps import PublicationStep, PublishedExtent
 from kvferry_server.domain.times import NEVER, Times
 
 PUBLICATION_BYTES = 2048  # Bytes that a publication takes in memory beside its steps, until it is forgotten; estimated
-LEASE_BYTES = 1024  # Bytes that a lease takes in memory, with its entries in the home's indexes; estimated
-REPORT_BYTES = 160  # Bytes that a rank's report takes in memory, estimated
 
 
 class PublicationStage(enum.Enum):
@@ -165,11 +163,6 @@ class Lease:
     scheduled: float = NEVER
 
     @property
-    def size(self) -> int:
-        """Estimated bytes in memory, with the reports of all participants: a report always has room."""
-        return lease_bytes(self.request.parties)
-
-    @property
     def live(self) -> bool:
         """Whether the lease had not ended when the records were last advanced."""
         return self.ended_as is None
@@ -234,11 +227,6 @@ class Lease:
 
     def __str__(self) -> str:
         return f"lease {self.number}"
-
-
-def lease_bytes(parties: int) -> int:
-    """Estimate the bytes of a lease of this many participants."""
-    return LEASE_BYTES + REPORT_BYTES * parties
 
 
 def ended(

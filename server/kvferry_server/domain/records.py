@@ -123,18 +123,15 @@ class Records:
             raise publication.refusal()
         return publication
 
-    def lease(self, lease_id: bytes, now: float) -> Lease | None:
-        """Return a lease as of the present, even if `advance` has not acted on its deadline yet."""
-        return self._as_of(self.leases_by_id.get(lease_id), now)
-
-    def lease_of_read(self, read: ReadKey, now: float) -> Lease | None:
-        """Return the lease of a read, as `lease` does."""
-        return self._as_of(self.leases_by_read.get(read), now)
-
-    def lease_of_number(self, source: EngineRef, number: int, now: float) -> Lease | None:
-        """Return a lease on a publication of this source by its public number, as `lease` does."""
-        read = self.reads_by_source.get(source, {}).get(number)
-        return self._as_of(read, now) if isinstance(read, Lease) else None
+    def as_of(self, lease: Lease | None, now: float) -> Lease | None:
+        """Return a lease as of the present, even if `advance` has not acted on its deadline yet; None: it is
+        forgotten."""
+        if lease is None:
+            return None
+        while lease.due() <= now:
+            # Twice, if the lease ended so long ago that its outcome is due to be forgotten as well.
+            self._on_lease_due(lease, now)
+        return self.leases_by_id.get(lease.lease_id)
 
     def key(self, publication: PublicationRecord) -> bytes:
         return self.of_engine(publication.source).key(publication.number)
@@ -190,7 +187,7 @@ class Records:
         publication.leases.add(lease)
         publication.reads.append(lease)
         self.lease_budget.take(publication.source)
-        self.memory.take(publication.source, lease.size)
+        self.memory.take(publication.source, lease.request.size)
         if publication.stage is PublicationStage.AWAITED:
             engine.waiting_reads.take(lease.request.holder)
         self._lease_deadlines.put(lease)
@@ -335,7 +332,7 @@ class Records:
         if engine.snapshot is not None:
             engine.snapshot.discard(publication.number)
         forgotten = (lease for lease in publication.reads if lease.lease_id not in self.leases_by_id)
-        size = PUBLICATION_BYTES + sum(lease.size for lease in forgotten)
+        size = PUBLICATION_BYTES + sum(lease.request.size for lease in forgotten)
         self.move(publication, PublicationStage.FORGOTTEN, self.clock.now())
         self.memory.give(engine.ref, size)
         self.close_if_empty(engine)
@@ -345,14 +342,6 @@ class Records:
         if engine.gone and not engine.publications and engine.ref in self.engines:
             del self.engines[engine.ref]
             engine.router_keys.close()
-
-    def _as_of(self, lease: Lease | None, now: float) -> Lease | None:
-        if lease is None:
-            return None
-        while lease.due() <= now:
-            # Twice, if the lease ended so long ago that its outcome is due to be forgotten as well.
-            self._on_lease_due(lease, now)
-        return self.leases_by_id.get(lease.lease_id)
 
     def _settle(self, publication: PublicationRecord, now: float) -> None:
         """Release or forget a publication that has no live leases."""
@@ -396,7 +385,7 @@ class Records:
             self.lease_budget.give(source)
             self.unlist_read(source, lease.number)
             if lease.publication.stage is PublicationStage.FORGOTTEN:
-                self.memory.give(source, lease.size)
+                self.memory.give(source, lease.request.size)
 
     def _on_question_due(self, question: Question, now: float) -> None:
         if question.open:

@@ -28,7 +28,7 @@ from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import Limits
-from kvferry_server.domain.publications import lease_bytes
+from kvferry_server.domain.reads import LEASE_BYTES, REPORT_BYTES
 from kvferry_server.domain.watch_feed import Process, Role
 from kvferry_server.home import time_slices
 from kvferry_server.servicers import limits
@@ -332,7 +332,7 @@ async def test_readers_that_take_no_answers_use_up_only_their_own_share(tmp_path
             await asyncio.sleep(0.01)
         assert used + (4 << 20) <= node.home.memory.used <= budget
         # Only the leases count against the victim: the victim goes on, and so does another engine.
-        assert node.home.memory.held(P) <= held + 100 * lease_bytes(1)
+        assert node.home.memory.held(P) <= held + 100 * (LEASE_BYTES + REPORT_BYTES)
         await node.open_engine(E)
         await node.register(ref=E)
         for victim, number in ((P, 2), (E, 1)):
