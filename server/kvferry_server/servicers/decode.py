@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvferry._prompt import MARK_BYTES
-from kvferry._wire.authority import AGENT_KEY_BYTES, proves_agent
+from kvferry._wire.authority import AGENT_KEY_BYTES, SECRET_BYTES, proves_agent
 from kvferry._wire.channel import MAX_NOTIFY_BYTES
 from kvferry._wire.geometry_codec import (
     agent_from_proto,
@@ -193,7 +193,7 @@ def process(request: pb.WatchRequest) -> Process:
         raise InvalidField("role", request.role, "WATCH_ROLE_SCHEDULER or WATCH_ROLE_RANK") from None
     if role is Role.SCHEDULER and request.rank:
         raise InvalidField("rank", request.rank, "0 for a scheduler")
-    checks.session_secret(request.session_secret)
+    checks.exactly("session_secret", request.session_secret, SECRET_BYTES)
     checks.random_bytes("resume_epoch", request.resume_epoch, optional=True)
     node = checks.text("relayed_by", request.relayed_by, least=0)
     return Process(checks.engine_ref("engine", request.engine), role, request.rank, node)

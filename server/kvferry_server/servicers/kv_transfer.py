@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from kvferry._clock import to_duration
+from kvferry._wire.authority import SECRET_BYTES
 from kvferry._wire.version import OURS_ENCODED, check_caller
 from kvferry.errors import InvalidField, PublicationTimeout, ServerDraining
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -48,7 +49,7 @@ class KVTransfer(KVTransferServicer):
         check_caller(request.version, request.relayed_by)
         home.check_not_draining()
         relayed = self._relays.applies(request.home, request.relayed_by)
-        secret = checks.session_secret(request.session_secret)
+        secret = checks.exactly("session_secret", request.session_secret, SECRET_BYTES)
         host, size = remote_host(context), request.ByteSize()
         registration = await self._worker.run(host, size, lambda: decode.registration(request))
         if relayed:
@@ -274,7 +275,7 @@ def _answer(home: Home, lease: Lease, next_step: int, accepted: pb.Accepted | No
         if publication.complete:
             answer.complete.MergeFrom(pb.Complete(payload=publication.steps[-1].payload, steps=len(publication.steps)))
         if lease.revoked is not None:
-            answer.revoked.reason = encode.revoke_reason(lease.revoked)
+            answer.revoked.reason = pb.RevokeReason.ValueType(lease.revoked or 0)
     return b"".join((answer.SerializeToString(), *steps))
 
 
