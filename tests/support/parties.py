@@ -174,7 +174,7 @@ class Scene:
     def wait(self, seconds: float) -> None:
         """Time passes, and the timers fire as they become due."""
         until = self.clock.time + seconds
-        while (due := min(self.records.next_deadline(), self.registry.next_deadline())) <= until:
+        while (due := self.records.deadlines.next_deadline()) <= until:
             self.clock.time = max(self.clock.time, due)
             self._advance()
         self.clock.time = until
@@ -187,7 +187,6 @@ class Scene:
         return [(event.number, event.outcome) for event in told if isinstance(event, PublicationRecord)]
 
     def _advance(self) -> None:
-        self.registry.advance()
         self.records.advance()
 
     def states(self, publication: PublicationRecord) -> list[LeaseState]:

@@ -59,26 +59,16 @@ class Records:
         self._router_declines = Budget(limits.router_keys)
         # Nothing is granted, renewed or accepted any more; reports, cancels and acknowledgements go on.
         self.draining = False
-        self._publication_deadlines: DeadlineQueue[PublicationRecord] = DeadlineQueue()
-        self._lease_deadlines: DeadlineQueue[Lease] = DeadlineQueue()
-        self._question_deadlines: DeadlineQueue[Question] = DeadlineQueue()
+        self.deadlines = DeadlineQueue()  # Of leases, publications, questions and engines
 
     # Time.
 
     def advance(self) -> float:
-        """End and release what is due: at most `MAX_ENDED_AT_ONCE` leases, and as many publications and questions. The
-        others stay due, and looking a lease or publication up still gives its present state. Returns the present, in
-        seconds on the home's clock."""
+        """Act on at most `MAX_ENDED_AT_ONCE` deadlines that have passed. The others stay due, and looking a lease or
+        publication up still gives its present state. Returns the present, in seconds on the home's clock."""
         now = self.clock.now()
-        # Leases first: a publication whose last lease ends at its final deadline is then released at once.
-        self._lease_deadlines.advance(now, self._on_lease_due, MAX_ENDED_AT_ONCE)
-        self._publication_deadlines.advance(now, self._on_publication_due, MAX_ENDED_AT_ONCE)
-        self._question_deadlines.advance(now, self._on_question_due, MAX_ENDED_AT_ONCE)
+        self.deadlines.advance(now, MAX_ENDED_AT_ONCE)
         return now
-
-    def next_deadline(self) -> float:
-        leases, publications = self._lease_deadlines.next_deadline(), self._publication_deadlines.next_deadline()
-        return min(leases, publications, self._question_deadlines.next_deadline())
 
     # Looking up.
 
@@ -190,7 +180,7 @@ class Records:
         self.memory.take(publication.source, lease.request.size)
         if publication.stage is PublicationStage.AWAITED:
             engine.waiting_reads.take(lease.request.holder)
-        self._lease_deadlines.put(lease)
+        self.deadlines.put(lease, self._on_lease_due)
         self.journal.lease_granted(lease)
 
     def add_awaited(self, engine: Engine, number: int) -> PublicationRecord:
@@ -216,10 +206,10 @@ class Records:
 
     def reschedule(self, publication: PublicationRecord) -> None:
         """Note that one of a publication's deadlines may have moved earlier."""
-        self._publication_deadlines.put(publication)
+        self.deadlines.put(publication, self._on_publication_due)
 
     def add_question(self, engine: Engine, question: Question) -> None:
-        self._question_deadlines.put(question)
+        self.deadlines.put(question, self._on_question_due)
         self.tell(engine, question)
 
     def tell(self, engine: Engine, event: Event) -> None:
@@ -245,7 +235,7 @@ class Records:
         self.journal.lease_ended(lease, state, now)
         lease.ended_as = state
         lease.forget_at = now + self.times.keep_outcome
-        self._lease_deadlines.put(lease)
+        self.deadlines.put(lease, self._on_lease_due)
         publication.leases.discard(lease)
         publication.valid_reads += state is LeaseState.VALID
         if state is LeaseState.FAILED:

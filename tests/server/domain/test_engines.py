@@ -75,7 +75,7 @@ class Scene:
         """Return the events meanwhile for the scheduler of `P`."""
         seen = self.feed.sequence
         self.clock.pass_by(seconds)
-        self.registry.advance()
+        self.records.advance()
         return [event for _, event in self.feed.after(seen)]
 
 
@@ -387,13 +387,14 @@ def test_watch_of_a_rank_that_the_engine_lacks_is_refused(scene: Scene) -> None:
 
 def test_refused_incarnation_retires_no_other() -> None:
     clock = FakeClock()
-    registry = Registry(Records(clock, TIMES, Limits()))
+    records = Records(clock, TIMES, Limits())
+    registry = Registry(records)
     # In a new home both incarnations live; then one of them is lost for long.
     for ref in (P, P2):
         registry.open_engine(ref, SECRETS[ref])
     registry.close_engine(P)
     clock.pass_by(TIMES.engine_ttl + 1)
-    registry.advance()
+    records.advance()
     with pytest.raises(EngineIdInUse):
         registry.open_engine(P3, SECRETS[P3])
     assert registry.open_engine(P, SECRETS[P]).ref == P

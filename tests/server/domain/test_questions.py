@@ -336,7 +336,7 @@ def test_end_of_a_question_is_remembered_for_a_while(asked: Asked) -> None:
     assert missed(asked.find) == "NOT_CACHED"
     asked.scene.wait(0.25)
     assert asked.find() is None
-    assert asked.records.next_deadline() == math.inf
+    assert asked.records.deadlines.next_deadline() == math.inf
 
 
 def test_flood_of_misses_takes_no_memory_of_the_source() -> None:
