@@ -20,8 +20,8 @@ from kvferry_server.home.home import Home, Waker, Wakeups
 from kvferry_server.home.time_slices import TimeSlices
 from kvferry_server.servicers import decode
 from kvferry_server.servicers.introspection import Introspection
+from kvferry_server.servicers.kv_transfer import read_blocks
 from kvferry_server.servicers.notify import notify
-from kvferry_server.servicers.read_blocks import read_blocks
 from kvferry_server.servicers.relay import Caller, Relays
 from kvferry_server.servicers.watch import watch
 from tests.model.clocks import PartyClock

@@ -337,10 +337,9 @@ class World:
         if publications is None or left:
             raise Violation(f"R3: the home still has publications {left} of {ref}")
         engine = home.engines.find(ref)
-        own = engine.feed_bytes + sum(rank.size for rank in engine.ranks.values()) + publications.numbers_size
+        own = engine.feed_bytes + sum(rank.size for rank in engine.ranks.values())
         keys = publications.router_keys
-        waiting = sum(read.sources[0] == ref for read in keys.who_waits())
-        own += ROUTER_KEY_BYTES * (len(keys._past) + len(keys._declined) + waiting)
+        own += ROUTER_KEY_BYTES * len(keys._past)
         if home.memory.held(ref) != own:
             raise Violation(f"the home counts {home.memory.held(ref)} bytes for {ref}, which has {own}")
         live = Counter(lease.state for lease in home.records.leases() if lease.live)

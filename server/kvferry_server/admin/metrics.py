@@ -101,7 +101,7 @@ def _engine_budgets(node: NodeState) -> Mapping[str, tuple[int, int]]:
     used = {
         "waiting_reads": max((engine.waiting_reads.used for engine in engines), default=0),
         "waiting_declines": max((len(engine.declined) for engine in engines), default=0),
-        "publications": max((len(engine.listed) for engine in engines), default=0),
+        "publications": max((len(engine.publications) for engine in engines), default=0),
         "checksum_bytes": max((engine.checksum_bytes for engine in engines), default=0),
     }
     return {name: (most, getattr(node.home.limits, name)) for name, most in used.items()}

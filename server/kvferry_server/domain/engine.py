@@ -14,18 +14,15 @@ from kvferry._wire.authority import PublicationKeys, engine_key
 from kvferry.errors import EngineIncomplete, HomeRecovering, PublicationStale, WrongKey
 from kvferry.geometry.model import Group
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.engine_description import EngineDescription
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NAMED_NODES, MAX_NAMED_RANKS, MAX_SKIPPED, Budget
-from kvferry_server.domain.ordered import Ordered
 from kvferry_server.domain.publications import PublicationRecord
-from kvferry_server.domain.registrations import Registration
+from kvferry_server.domain.registrations import EngineDescription, Registration
 from kvferry_server.domain.router_keys import RouterKeys
 from kvferry_server.domain.times import NEVER, Times
 from kvferry_server.domain.watch_feed import Feed, Process, Role
 
 STATES = ("ready", "incomplete", "lost", "dead")
-NUMBER_BYTES = 128  # Bytes that a remembered publication number takes in memory, estimated
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +58,6 @@ class Engine:
     # every engine sends a snapshot.
     recovering: bool = True
     publications: dict[int, PublicationRecord] = field(default_factory=dict)  # until their release is acknowledged
-    listed: Ordered[PublicationRecord] = field(default_factory=Ordered)  # the arrived publications, in order
     declined: set[PublicationRecord] = field(default_factory=set)  # declined before they arrived, and not ended yet
     pinned: dict[PublicationRecord, None] = field(default_factory=dict)  # arrived and not released, oldest first
     pinned_blocks: Counter[str] = field(default_factory=Counter)  # by group, over all pinned publications
@@ -70,7 +66,6 @@ class Engine:
     skipped: dict[int, float] = field(default_factory=dict)  # by unseen number below `high_water`, time of the skip
     snapshot: set[int] | None = None  # numbers seen since the current snapshot began; None outside of a snapshot
     snapshot_name: bytes = b""
-    forgotten: set[int] = field(default_factory=set)  # numbers that arrived and were forgotten during recovery
     checksum_bytes: int = 0  # bytes of checksums for unreleased publications
     _keys: PublicationKeys = field(init=False, repr=False)
     _description: EngineDescription | None = None
@@ -213,21 +208,15 @@ class Engine:
         return sum(held.blocks * self.block_bytes[group] for group, held in publication.extents.items())
 
     def key(self, number: int) -> bytes:
-        """Return the key in the reference of a publication, arrived or not."""
-        return self._keys.key(number)
+        """Return the key in the reference of a publication, arrived or not; 0: in the engine's own reference."""
+        return self._keys.key(number) if number else engine_key(self.secret)
 
     def check_key(self, number: int, key: bytes) -> None:
-        """Raise `WrongKey` unless this is the key of the publication, arrived or not."""
+        """Raise `WrongKey` unless this is the key in the reference that `key` is for."""
         if not hmac.compare_digest(self.key(number), key):
             engine_id = self.ref.engine_id
-            problem = f"the reference's key is not that of publication {number} of engine {engine_id!r}"
-            raise WrongKey(problem, engine_id=engine_id, publication=number)
-
-    def check_engine_key(self, key: bytes) -> None:
-        """Raise `WrongKey` unless this is the key in the engine's own reference."""
-        if not hmac.compare_digest(engine_key(self.secret), key):
-            engine_id = self.ref.engine_id
-            raise WrongKey(f"the reference's key is not that of engine {engine_id!r}", engine_id=engine_id)
+            named = f"publication {number} of engine {engine_id!r}" if number else f"engine {engine_id!r}"
+            raise WrongKey(f"the reference's key is not that of {named}", engine_id=engine_id, publication=number)
 
     def check_recovered(self) -> None:
         """Raise `HomeRecovering` until the engine has sent its full snapshot."""
@@ -246,7 +235,7 @@ class Engine:
         if number > self.high_water or (since is not None and since > now - self.times.max_ttl):
             return True
         # The mark does not cover numbers from before this home started. The snapshot will.
-        return self.recovering and number not in self.forgotten
+        return self.recovering
 
     def check_may_arrive(self, number: int, now: float) -> None:
         """Raise `PublicationStale` unless a publication that is not here can still arrive."""
@@ -270,17 +259,7 @@ class Engine:
         """Accept no further publication with a number up to `high_water`; publications that are here stay."""
         self.high_water = max(self.high_water, high_water)
         self.skipped = {number: since for number, since in self.skipped.items() if number > high_water}
-        self.forgotten.clear()
 
     def live_until(self) -> float:
         """When the last live lease ends; 0 without any."""
         return max((lease.expires for found in self.publications.values() for lease in found.leases), default=0.0)
-
-    def skipped_size(self, number: int) -> int:
-        """Estimate the bytes for the numbers that a publication with this number would skip."""
-        return NUMBER_BYTES * min(MAX_SKIPPED, max(0, number - 1 - self.high_water))
-
-    @property
-    def numbers_size(self) -> int:
-        """Estimated bytes for the numbers that are remembered without a publication."""
-        return NUMBER_BYTES * (len(self.skipped) + len(self.forgotten))

@@ -11,46 +11,30 @@ import json
 import logging
 import re
 from collections.abc import Mapping
+from enum import Enum
 
-from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.times import Clock
 
 # In so many seconds an event is written at most so many times; the next one written has the number left out.
 WINDOW, MOST_IN_WINDOW = 10.0, 20
 MAX_KEYS = 1024  # Kinds of events that are told apart. This code names far fewer.
 
-NAMING = frozenset(
-    {
-        "engine_id",
-        "identity",
-        "incarnation",
-        "lease_number",
-        "limit",
-        "missing_ranks",
-        "nodes",
-        "publication",
-        "rank",
-        "request_id",
-        "role",
-    }
+OUTCOMES = ("outcome", "verdict", "state", "reason")
+"""Fields, the first of which tells events of one name apart."""
+
+NAMING = (
+    *("engine_id", "identity", "incarnation", "lease_number", "limit", "missing_ranks", "nodes", "publication", "rank"),
+    *("request_id", "role"),
 )
 """Values of an error that are ids; listings show them too."""
 
-ALARMING = frozenset(
-    {
-        "BAD_AGENT_METADATA",
-        "ENGINE_ID_IN_USE",
-        "INTERNAL",
-        "LIMIT",
-        "NOT_ALLOWED",
-        "WRONG_IDENTITY",
-        "WRONG_KEY",
-        "WRONG_SESSION",
-    }
-)
+ALARMING = {
+    *("BAD_AGENT_METADATA", "ENGINE_ID_IN_USE", "INTERNAL", "LIMIT", "NOT_ALLOWED", "WRONG_IDENTITY", "WRONG_KEY"),
+    "WRONG_SESSION",
+}
 """Reasons of refusals that an operator should look at."""
 
-ROUTINE = frozenset({"PREFIX_MISS", "PUBLICATION_TIMEOUT"})
+ROUTINE = {"PREFIX_MISS", "PUBLICATION_TIMEOUT"}
 """Reasons of refusals that are normal answers: the reader computes the prompt, or asks again."""
 
 logger = logging.getLogger("kvferry_server.events")
@@ -72,13 +56,15 @@ class EventLog:
 
     def write(self, level: int, name: str, fields: Mapping[str, object], *, kind: str = "") -> None:
         """Write an event, without fields whose value is None. Only events from INFO on are limited in rate, all events
-        of one `kind` (empty: the name) together."""
+        of one `kind` (empty: the name with the outcome) together."""
         if not self.writes(level):
             return
-        left_out = self._left_out(kind or name) if level >= logging.INFO else 0
+        outcome = next((fields[field] for field in OUTCOMES if fields.get(field) is not None), "")
+        left_out = self._left_out(kind or f"{name} {outcome}") if level >= logging.INFO else 0
         if left_out is None:
             return
-        given = {key: value for key, value in fields.items() if value is not None}
+        named = {key: value.name if isinstance(value, Enum) else value for key, value in fields.items()}
+        given = {key: value for key, value in named.items() if value is not None}
         if left_out:
             given["left_out"] = left_out
         text = "".join(f" {key}={quoted(value)}" for key, value in given.items())
@@ -107,11 +93,6 @@ class EventLog:
             return None
         self._windows[kind] = began, written + 1, 0
         return left_out
-
-
-def engine_fields(ref: EngineRef) -> dict[str, object]:
-    """Return the fields that name an engine: engine_id and the first digits of the incarnation."""
-    return {"engine_id": ref.engine_id, "incarnation": short(ref.incarnation)}
 
 
 def short(incarnation: bytes) -> str:

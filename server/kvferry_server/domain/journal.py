@@ -15,13 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvferry._wire.outcomes import MissReason, ReleaseOutcome
+from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.stats import Distribution, counter, gauge, histogram, shown
-from kvferry_server.domain.event_log import EventLog, engine_fields, short
+from kvferry_server.domain.event_log import EventLog, short
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
-from kvferry_server.domain.questions import Question, QuestionOutcome
 from kvferry_server.domain.reads import LeaseState, RevokeReason, Verdict
+from kvferry_server.domain.router_keys import Question, QuestionOutcome
 from kvferry_server.domain.times import Clock
 
 LAST_READS = 100  # Ended reads that are kept, even after their records are forgotten; and kinds of bad ends
@@ -124,66 +124,50 @@ class Journal:
     def __post_init__(self) -> None:
         self.events = EventLog(self.clock)
 
-    # Engines and ranks.
-
     def engine(self, event: str, ref: EngineRef, *, bad: bool = False, **fields: object) -> None:
         """Note an event of an engine or of one of its ranks, at WARNING if it is `bad`."""
         self.engine_events[event] += 1
-        self.events.write(logging.WARNING if bad else logging.INFO, event, {**engine_fields(ref), **fields})
-
-    # Publications.
+        self._write(logging.WARNING if bad else logging.INFO, event, ref, **fields)
 
     def moved(self, publication: PublicationRecord, before: PublicationStage | None, now: float) -> None:
         """Note that a publication has left the stage `before`; None: it is new."""
+        stage, age = publication.stage, now - publication.first_at
         if before is not None:
             self.stages[before] -= 1
-        stage = publication.stage
         if stage is not PublicationStage.FORGOTTEN:
             self.stages[stage] += 1
         if before is PublicationStage.AWAITED and stage is PublicationStage.PUBLISHING:
             self.pinned[publication] = None
-        elif stage is PublicationStage.PUBLISHED:
+        elif stage in (PublicationStage.RELEASED, PublicationStage.FORGOTTEN):
+            self.pinned.pop(publication, None)
+        live, outcome = len(publication.leases), publication.outcome
+        if stage is PublicationStage.PUBLISHED:
             self.published += 1
             # Leases that waited for blocks have all of them now.
-            waiting = len(publication.leases)
-            self.live_leases[LeaseState.WAITING] -= waiting
-            self.live_leases[LeaseState.READING] += waiting
-            self._publication(logging.DEBUG, "publication_published", publication, blocks=publication.blocks)
+            self.live_leases[LeaseState.WAITING] -= live
+            self.live_leases[LeaseState.READING] += live
+            self._write(logging.DEBUG, "publication_published", publication, blocks=publication.blocks)
         elif stage is PublicationStage.ENDING:
-            level = logging.DEBUG if publication.outcome in EXPECTED_OUTCOMES else logging.INFO
-            fields = {"age_s": now - publication.first_at, "live_leases": len(publication.leases)}
-            self._publication(level, "publication_ended", publication, outcome=_name(publication.outcome), **fields)
-        elif stage is PublicationStage.FORGOTTEN:
-            self.pinned.pop(publication, None)
+            level = logging.DEBUG if outcome in EXPECTED_OUTCOMES else logging.INFO
+            self._write(level, "publication_ended", publication, outcome=outcome, age_s=age, live_leases=live)
         elif stage is PublicationStage.RELEASED:
-            self.pinned.pop(publication, None)
-            held = now - publication.first_at
-            self.hold.add(held)
-            if publication.outcome is not None:
-                self.outcomes[publication.outcome] += 1
-            fields = {"held_s": held, "reads_valid": publication.valid_reads}
-            level, outcome = logging.DEBUG, _name(publication.outcome)
-            self._publication(level, "publication_released", publication, outcome=outcome, **fields)
-
-    def _publication(self, level: int, event: str, publication: PublicationRecord, **fields: object) -> None:
-        if self.events.writes(level):
-            kind = f"{event} {fields.get('outcome') or fields.get('reason') or ''}"
-            self.events.write(level, event, {**_publication_fields(publication), **fields}, kind=kind)
+            self.hold.add(age)
+            if outcome is not None:
+                self.outcomes[outcome] += 1
+            valid = publication.valid_reads
+            self._write(
+                logging.DEBUG, "publication_released", publication, outcome=outcome, held_s=age, reads_valid=valid
+            )
 
     def question_ended(self, question: Question, outcome: QuestionOutcome, now: float) -> None:
-        """Note that a question has ended."""
         self.questions[outcome] += 1
-        if self.events.writes(logging.DEBUG):
-            ended = {"question": question.number, "outcome": outcome.name, "reason": _name(question.why)}
-            named = {**engine_fields(question.source), **ended, **_reader_fields(question.ask.asker)}
-            self.events.write(logging.DEBUG, "question_ended", {**named, "lasted_s": now - question.asked_at})
-
-    # Leases.
+        lasted = now - question.asked_at
+        self._write(logging.DEBUG, "question_ended", question, outcome=outcome, reason=question.why, lasted_s=lasted)
 
     def lease_granted(self, lease: Lease) -> None:
         self.granted += 1
         self.live_leases[lease.state] += 1
-        self._lease(logging.DEBUG, "lease_granted", lease, parties=lease.request.parties)
+        self._write(logging.DEBUG, "lease_granted", lease, parties=lease.request.parties)
 
     def lease_ended(self, lease: Lease, state: LeaseState, now: float) -> None:
         """Note that a lease ends as `state`; to be called before `ended_as` is set."""
@@ -193,13 +177,14 @@ class Journal:
         self.lasted.add(lasted)
         if state is LeaseState.VALID:
             self.read_bytes += size
+        publication, reader = lease.publication, lease.request.read.reader.engine_id
         self.last_reads.append(
             EndedRead(
                 lease_number=lease.number,
-                source=lease.publication.source.engine_id,
-                reader=lease.request.read.reader.engine_id,
-                publication=lease.publication.number,
-                request_id=lease.publication.request_id,
+                source=publication.source.engine_id,
+                reader=reader,
+                publication=publication.number,
+                request_id=publication.request_id,
                 state=shown(state),
                 granted_at=lease.granted_at,
                 ended_at=now,
@@ -208,80 +193,73 @@ class Journal:
             )
         )
         if state not in EXPECTED_ENDS:
-            self._ended_badly(lease, state, now)
-        self._lease(
+            # A reader that leaves sooner has stopped to renew.
+            in_vain = lasted >= lease.times.max_wait and publication.stage is PublicationStage.AWAITED
+            self._ended_badly(BadEnd(state, publication.source.engine_id, reader, lease.reason, in_vain), now)
+        self._write(
             logging.DEBUG if state in EXPECTED_ENDS else logging.WARNING,
             "lease_ended",
             lease,
-            verdict=state.name,
+            verdict=state,
             reason=lease.reason,
             lasted_s=lasted,
             bytes=size,
             reported=len(lease.reports),
             parties=lease.request.parties,
-            revoked=_name(lease.revoked),
+            revoked=lease.revoked,
         )
 
-    def _ended_badly(self, lease: Lease, state: LeaseState, now: float) -> None:
-        publication, reader = lease.publication, lease.request.read.reader.engine_id
-        # A reader that leaves sooner has stopped to renew.
-        waited_out = now - lease.granted_at >= lease.times.max_wait
-        in_vain = waited_out and publication.stage is PublicationStage.AWAITED
-        kind = BadEnd(state, publication.source.engine_id, reader, lease.reason, in_vain)
+    def _ended_badly(self, kind: BadEnd, now: float) -> None:
         count, last = self.bad_ends.pop(kind, (0, now))
         self.bad_ends[kind] = (count if last > now - RECENT else 0) + 1, now
         if len(self.bad_ends) > LAST_READS:
             del self.bad_ends[next(iter(self.bad_ends))]
 
     def revoked(self, publication: PublicationRecord, reason: RevokeReason) -> None:
-        self._publication(
-            logging.INFO, "leases_revoked", publication, reason=reason.name, live_leases=len(publication.leases)
-        )
+        self._write(logging.INFO, "leases_revoked", publication, reason=reason, live_leases=len(publication.leases))
 
     def renewed(self, lease: Lease | None, reader: EngineRef, *, extended: bool = False) -> None:
         """Note a renewal of a lease (None: this home has no record of it), and whether it is extended."""
         self.renewals["extended" if extended else "refused"] += 1
         if lease is None:
-            fields = {"state": "unknown", **_reader_fields(reader)}
-            self.events.write(logging.WARNING, "renewal_refused", fields, kind="renewal_refused unknown")
+            self._write(logging.WARNING, "renewal_refused", None, state="unknown", **_reader_fields(reader))
         elif not extended:
-            self._lease(logging.INFO, "renewal_refused", lease, state=lease.state.name, revoked=_name(lease.revoked))
+            self._write(logging.INFO, "renewal_refused", lease, state=lease.state, revoked=lease.revoked)
 
     def reported(self, verdict: Verdict, reader: EngineRef, lease: Lease | None) -> None:
         self.verdicts[verdict] += 1
-        if verdict is Verdict.VALID:
-            return
-        if lease is not None:
-            self._lease(logging.WARNING, "report_too_late", lease, verdict=verdict.name, state=lease.state.name)
-        else:
-            fields = {"verdict": verdict.name, "state": "unknown", **_reader_fields(reader)}
-            self.events.write(logging.WARNING, "report_too_late", fields)
+        if verdict is not Verdict.VALID:
+            fields = {"state": "unknown", **_reader_fields(reader)} if lease is None else {"state": lease.state}
+            self._write(logging.WARNING, "report_too_late", lease, verdict=verdict, **fields)
 
     def notification_refused(self, kind: str, reason: str, values: Mapping[str, str], sender: EngineRef | None) -> None:
         self.refused[kind, reason] += 1
         self.events.refusal(f"Notify.{kind}", reason, values, {"sender_id": sender.engine_id if sender else None})
 
-    def _lease(self, level: int, event: str, lease: Lease, **fields: object) -> None:
-        if not self.events.writes(level):
-            return
-        given = {
-            "lease_number": lease.number,
-            **_publication_fields(lease.publication),
-            **_reader_fields(lease.request.read.reader),
-            "peer": lease.request.host or UNIX_PEER,
-            **fields,
-        }
-        self.events.write(level, event, given, kind=f"{event} {fields.get('verdict') or ''}")
+    def _write(
+        self,
+        level: int,
+        event: str,
+        of: EngineRef | PublicationRecord | Question | Lease | None,
+        **fields: object,
+    ) -> None:
+        if self.events.writes(level):
+            self.events.write(level, event, {**_named(of), **fields})
 
 
-def _publication_fields(publication: PublicationRecord) -> dict[str, object]:
-    request_id = publication.request_id or None
-    return {**engine_fields(publication.source), "publication": publication.number, "request_id": request_id}
+def _named(of: EngineRef | PublicationRecord | Question | Lease | None) -> dict[str, object]:
+    """Return the fields that name what an event is about."""
+    if isinstance(of, EngineRef):
+        return {"engine_id": of.engine_id, "incarnation": short(of.incarnation)}
+    if isinstance(of, PublicationRecord):
+        return {**_named(of.source), "publication": of.number, "request_id": of.request_id or None}
+    if isinstance(of, Question):
+        return {**_named(of.source), "question": of.number, **_reader_fields(of.ask.asker)}
+    if of is None:
+        return {}
+    reader, peer = _reader_fields(of.request.read.reader), of.request.host or UNIX_PEER
+    return {"lease_number": of.number, **_named(of.publication), **reader, "peer": peer}
 
 
 def _reader_fields(reader: EngineRef) -> dict[str, object]:
     return {"reader_id": reader.engine_id, "reader_incarnation": short(reader.incarnation)}
-
-
-def _name(value: ReleaseOutcome | RevokeReason | MissReason | None) -> str | None:
-    return None if value is None else value.name

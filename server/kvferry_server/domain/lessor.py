@@ -5,7 +5,6 @@ grant ─► WAITING ─(published)─► READING ─► VALID | FAILED | CANCEL
 
 from __future__ import annotations
 
-import itertools
 import secrets
 from collections.abc import Iterable
 from dataclasses import replace
@@ -20,7 +19,6 @@ from kvferry_server.domain.publications import (
     Lease,
     PublicationRecord,
     PublicationStage,
-    lease_bytes,
 )
 from kvferry_server.domain.reads import (
     LeaseRequest,
@@ -41,22 +39,17 @@ class Lessor:
     def __init__(self, records: Records) -> None:
         self._records = records
         self._times, self._limits, self._memory = records.times, records.limits, records.memory
-        self._lease_numbers = itertools.count(1)
 
     def check_reference(self, source: EngineRef, number: int, key: bytes) -> None:
         """Check that a reference with this key entitles its bearer to the agents of its engine. `number` 0: the
         engine's own reference. Raises `WrongKey`; `PublicationStale` or `PublicationReleased` if there is nothing to
         read any more; and `HomeRecovering` while the engine's snapshot, which may have the publication, is awaited."""
-        engine, now = self._records.begin(source)
-        if number == 0:
-            engine.check_engine_key(key)
-            return
+        engine, publication, now = self._records.begin_with(source, number)
         engine.check_key(number, key)
-        publication = self._records.publication(engine, number, now)
-        if publication is None:
+        if publication is None and number:
             engine.check_recovered()
             engine.check_may_arrive(number, now)
-        elif publication.stage is PublicationStage.RELEASED:
+        elif publication is not None and publication.stage is PublicationStage.RELEASED:
             raise publication.refusal()
 
     def grant(self, request: LeaseRequest) -> Lease:
@@ -70,7 +63,7 @@ class Lessor:
         """
         engine, publication, now = self._records.begin_with(request.read.source, request.read.publication)
         engine.check_key(request.read.publication, request.key)
-        lease = self._records.lease_of_read(request.read, now)
+        lease = self._records.as_of(self._records.leases_by_read.get(request.read), now)
         if lease is not None:
             lease.check_replay(request)
             self._expect(lease.publication, request)
@@ -86,7 +79,7 @@ class Lessor:
 
     def has_lease(self, read: ReadKey, lease_id: bytes) -> bool:
         """Whether `lease_id` is that of the read's lease, live or ended."""
-        lease = self._records.lease_of_read(read, self._records.advance())
+        lease = self._records.as_of(self._records.leases_by_read.get(read), self._records.advance())
         return lease is not None and secrets.compare_digest(lease_id, lease.lease_id)
 
     def renew(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> Lease:
@@ -149,7 +142,7 @@ class Lessor:
         or its source is lost, and as `grant` and `report`."""
         engine, now = self._records.begin(request.read.source)
         engine.check_key(request.read.publication, request.key)
-        lease = self._records.lease_of_read(request.read, now)
+        lease = self._records.as_of(self._records.leases_by_read.get(request.read), now)
         if lease is None:
             publication = self._still_published(engine, request.read.publication, now)
             self._check_hint(publication, digest)
@@ -176,7 +169,8 @@ class Lessor:
         its reader's reports: to end it at once would let the source change blocks that are being read (R2). Idempotent.
         Raises `LeaseEnded` if this home has no record of the lease."""
         now = self._records.advance()
-        lease = self._records.lease_of_number(source, lease_number, now)
+        read = self._records.reads_by_source.get(source, {}).get(lease_number)
+        lease = self._records.as_of(read, now) if isinstance(read, Lease) else None
         if lease is None:
             problem = f"this home has no lease {lease_number} on a publication of {source}"
             raise LeaseEnded(f"{problem}: it never had one, or it ended long ago", lease_number=lease_number)
@@ -238,7 +232,7 @@ class Lessor:
         """Act on what is due; return a lease of this reader (None: no record) and the present. Raises
         `WrongIdentity`."""
         now = self._records.advance()
-        lease = self._records.lease(lease_id, now)
+        lease = self._records.as_of(self._records.leases_by_id.get(lease_id), now)
         if lease is None or lease.request.read.reader != reader:
             return None, now
         lease.check_names(names)
@@ -251,7 +245,7 @@ class Lessor:
         `LimitReached` if there is no room."""
         retry_after = self._times.ttl
         check_budget("leases", self._records.lease_budget, engine.ref, retry_after)
-        size = lease_bytes(request.parties)
+        size = request.size
         if publication is not None:
             check_limit("reads", len(publication.reads), self._limits.reads, retry_after)
         else:
@@ -263,7 +257,8 @@ class Lessor:
             publication = self._records.add_awaited(engine, request.read.publication)
         times = engine.times
         expires = min(now + times.ttl, publication.final_at)
-        lease = Lease(secrets.token_bytes(16), next(self._lease_numbers), request, publication, times, now, expires)
+        number = next(self._records.read_numbers)
+        lease = Lease(secrets.token_bytes(16), number, request, publication, times, now, expires)
         self._expect(publication, request)
         self._records.add_lease(lease)
         return lease

@@ -27,8 +27,7 @@ class Limits:
     """Bytes that the home keeps for all engines: registrations, publications, leases, reports, checksums and events.
     An engine, and all engines of one host together, get at most as much as stays free."""
     engine_memory: int = 1 << 20  # Bytes that every engine gets, whatever the others hold
-    retired: int = 16_384
-    """Retired incarnations that are refused. The engines of a host retire at most as many as stay free."""
+    retired: int = 16_384  # Retired incarnations that are refused
     publications: int = 65_536  # Publications of one engine whose release is not acknowledged
     checksum_bytes: int = 1 << 28  # Bytes of checksums for the unreleased publications of one engine
     reads: int = 1024  # Reads of one publication, including ended ones
@@ -38,11 +37,11 @@ class Limits:
     """Leases at a home, including ended ones whose outcome is kept. The publications of one engine get at most as many
     as stay free."""
     waiting_reads: int = 4096
-    """Live leases on publications of one engine that have not arrived; and as many reads that wait under routers' keys.
-    A reader gets at most as many as stay free."""
-    waiting_declines: int = 4096
-    """Publications of one engine that were declined before they arrived; and as many more under routers' keys, of which
-    a caller gets at most as many as stay free."""
+    """Live leases on publications of one engine that have not arrived. A reader gets at most as many as stay free."""
+    waiting_declines: int = 4096  # Publications of one engine that were declined before they arrived
+    router_keys: int = 65_536
+    """Reads that wait under routers' keys at a home; and as many declines under keys whose publications have not
+    arrived. A caller gets at most as many as stay free."""
     watch_queue: int = 1024  # Events that a Watch may fall behind before its answer is `lagged`
 
 
@@ -50,7 +49,8 @@ class Limits:
 MAX_ENDED_AT_ONCE = 256
 MAX_PAST_ROUTER_KEYS = 4096  # Router keys of one engine kept after their publications; the oldest are forgotten first
 MAX_QUESTIONS = 64  # Questions to one engine that it has not answered; one that ended so counts for `ENDED_KEPT`
-MAX_SKIPPED = 1024  # Publication numbers below an engine's high-water mark that may still arrive
+# Publication numbers below an engine's high-water mark that may still arrive. They take 100 KB, not counted elsewhere.
+MAX_SKIPPED = 1024
 MAX_PAYLOAD = 64 * 1024  # Bytes of a publication's payload
 MAX_REGION_CHECKS = 1 << 22  # Planes times regions of one rank: bounds the work on one registration
 MAX_CHECKSUM_PAGES = 256  # Checksum pages of one plane of a publication: each new page is compared with all of them

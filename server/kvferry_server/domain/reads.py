@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 from kvferry_server.domain.identity import NOBODY, EngineRef, Names, RouterReference
 
+LEASE_BYTES = 1024  # Bytes that a lease takes in memory, with its entries in the home's indexes; estimated
+REPORT_BYTES = 160  # Bytes that a rank's report takes in memory, estimated
+
 
 class LeaseState(enum.IntEnum):
     """The state of a read, numbered as in the proto. The lease is live in the first two."""
@@ -87,6 +90,11 @@ class LeaseRequest:
         """The holder in budgets for readers: the host, because readers choose their own names; the reader if its host
         is unknown."""
         return self.host or self.read.reader
+
+    @property
+    def size(self) -> int:
+        """Estimated bytes of its lease in memory, with the reports of all participants: a report always has room."""
+        return LEASE_BYTES + REPORT_BYTES * self.parties
 
 
 @dataclass(frozen=True, slots=True)

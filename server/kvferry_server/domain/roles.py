@@ -79,7 +79,7 @@ class Rule:
     grant: Grant
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Policy:
     """A grant for every caller, and grants for callers with certain identities. All rules that fit count together."""
 

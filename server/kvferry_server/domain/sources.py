@@ -17,9 +17,9 @@ from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import check_limit
 from kvferry_server.domain.publications import PUBLICATION_BYTES, PublicationRecord, PublicationStage, check_follows
-from kvferry_server.domain.questions import QuestionOutcome
 from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.records import Records
+from kvferry_server.domain.router_keys import QuestionOutcome
 from kvferry_server.domain.steps import PublicationStep, check_step
 from kvferry_server.domain.times import ANSWER_HOLD
 
@@ -76,7 +76,7 @@ class Sources:
             if not engine.may_arrive(number, now):
                 return
             # The record is kept until the source acknowledges the release, so it counts as a publication.
-            self._check_room(engine, number, 0)
+            self._check_room(engine, 0)
             publication = publication or self._records.add_awaited(engine, number)
             self._records.arrive(engine, publication, now)
             self._touch(engine, publication, now)
@@ -102,12 +102,14 @@ class Sources:
         for number in numbers:
             publication = engine.publications.get(number)
             if publication is not None and publication.stage is PublicationStage.RELEASED:
-                self._records.forget(publication)
+                publication.acknowledged = True
+                if not engine.recovering:
+                    self._records.forget(publication)
 
     def miss(self, source: EngineRef, number: int, why: MissReason) -> None:
         """Answer a question with nothing. Idempotent; a question that has ended stays as it is."""
         engine, _ = self._records.begin(source)
-        question = engine.router_keys.questions.numbered(number)
+        question = engine.router_keys.open_questions.get(number)
         if question is not None:
             self._records.end_question(question, QuestionOutcome.MISSED, why)
 
@@ -158,14 +160,15 @@ class Sources:
                 publication.hint_digest = b""
                 if publication.grantable:
                     self._abort(publication, now)
-        self._records.close_below(engine, high_water)
+        engine.close_below(high_water)
         engine.snapshot, engine.recovering = None, False
+        self.acknowledge(source, [number for number, one in engine.publications.items() if one.acknowledged])
 
     def _check_step(self, engine: Engine, publication: PublicationRecord, step: PublicationStep) -> None:
         if step.index == 0:
             if self._records.draining:
                 raise ServerDraining("this node server is draining: publish again")
-            self._check_room(engine, step.number, step.size)
+            self._check_room(engine, step.size)
         else:
             self._memory.check(engine.ref, step.size)
             if step.index > len(publication.steps):
@@ -178,10 +181,10 @@ class Sources:
             problem = f"no rank of {engine.ref} has registered groups: register its caches before publishing"
             raise EngineIncomplete(problem, engine_id=engine.ref.engine_id, missing_ranks="")
 
-    def _check_room(self, engine: Engine, number: int, size: int) -> None:
+    def _check_room(self, engine: Engine, size: int) -> None:
         """Raise `LimitReached` unless the engine may have one more publication, whose step takes `size` bytes."""
-        check_limit("publications", len(engine.listed), self._limits.publications, self._times.ttl)
-        self._memory.check(engine.ref, PUBLICATION_BYTES + engine.skipped_size(number) + size)
+        check_limit("publications", len(engine.publications), self._limits.publications, self._times.ttl)
+        self._memory.check(engine.ref, PUBLICATION_BYTES + size)
 
     def _arrive(self, engine: Engine, publication: PublicationRecord, step: PublicationStep, now: float) -> None:
         # The lease of a waiting reader is never cut short, not even by a `final` that is shorter than the ttl.

@@ -4,7 +4,6 @@ Watch that keeps up, resumes or has lagged."""
 from __future__ import annotations
 
 import enum
-from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -13,9 +12,8 @@ from typing import TypeAlias
 from kvferry.errors import KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.limits import MAX_QUESTIONS
 from kvferry_server.domain.publications import PublicationRecord
-from kvferry_server.domain.questions import Question
+from kvferry_server.domain.router_keys import Question
 
 
 class Role(enum.IntEnum):
@@ -52,23 +50,16 @@ class Feed:
         self._kept = kept
         self._dropped = 0
         self._events: dict[int, Event] = {}  # By number, in order
-        # The events of open questions, by the questions' numbers, and the ends of questions. A full feed may have
-        # dropped them.
-        self._questions: dict[int, int] = {}
-        self._ends: deque[int] = deque()
+        self._questions: dict[int, int] = {}  # By number of an open question, the number of its event
 
     def push(self, event: Event) -> None:
-        """Add an event. A full feed drops its oldest event. The end of a question replaces the question. Of the ends
-        only the last `MAX_QUESTIONS` are kept, so that questions never fill a feed: a process that misses one gives a
-        question up by its deadline."""
+        """Add an event. A full feed drops its oldest event. The end of a question replaces the question, which takes
+        more memory."""
         self.sequence += 1
         if isinstance(event, Question):
             self._questions[event.number] = self.sequence
         elif isinstance(event, pb.QuestionEnded):
             self._events.pop(self._questions.pop(event.number, 0), None)
-            if len(self._ends) == MAX_QUESTIONS:
-                self._events.pop(self._ends.popleft(), None)
-            self._ends.append(self.sequence)
         if len(self._events) == self._kept:
             self._dropped = next(iter(self._events))
             del self._events[self._dropped]

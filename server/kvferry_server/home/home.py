@@ -114,7 +114,7 @@ class Home(AbstractContextManager[float]):
             self._driver.set()
 
     def next_deadline(self) -> float:
-        return min(self.engines.next_deadline(), self.records.next_deadline())
+        return self.records.deadlines.next_deadline()
 
     async def run(self) -> None:
         """Act on deadlines as they pass, until cancelled."""
@@ -200,7 +200,7 @@ class Home(AbstractContextManager[float]):
             return []
         engine = self.engines.find(process.engine)
         lost = map(engine.rank_lost, sorted(engine.lost_ranks))
-        return [*self.records.released(process.engine), *lost, *engine.router_keys.questions.open()]
+        return [*self.records.released(process.engine), *lost, *engine.router_keys.open_questions.values()]
 
     def reference(self, publication: PublicationRecord) -> str:
         return format_reference(
@@ -217,5 +217,4 @@ class Home(AbstractContextManager[float]):
     def settle(self) -> None:
         """Act on deadlines that have passed: begin or end a turn."""
         if self.next_deadline() <= self.clock.now():
-            self.engines.advance()
             self.records.advance()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvferry._prompt import MARK_BYTES
-from kvferry._wire.authority import AGENT_KEY_BYTES, proves_agent
+from kvferry._wire.authority import AGENT_KEY_BYTES, SECRET_BYTES, proves_agent
 from kvferry._wire.channel import MAX_NOTIFY_BYTES
 from kvferry._wire.geometry_codec import (
     agent_from_proto,
@@ -33,12 +33,11 @@ from kvferry.geometry.blocks import BlockRuns, Unfinished
 from kvferry.geometry.model import AgentInfo, EngineGeometry
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.engine_description import engine_header
 from kvferry_server.domain.identity import EngineRef, Names, RouterKey, RouterReference
 from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES
-from kvferry_server.domain.questions import Ask
 from kvferry_server.domain.reads import LeaseRequest, RankOutcome, RankReport, ReadKey
-from kvferry_server.domain.registrations import Registration
+from kvferry_server.domain.registrations import Registration, engine_header
+from kvferry_server.domain.router_keys import Ask
 from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.domain.watch_feed import Process, Role
 from kvferry_server.servicers import checks, limits
@@ -194,7 +193,7 @@ def process(request: pb.WatchRequest) -> Process:
         raise InvalidField("role", request.role, "WATCH_ROLE_SCHEDULER or WATCH_ROLE_RANK") from None
     if role is Role.SCHEDULER and request.rank:
         raise InvalidField("rank", request.rank, "0 for a scheduler")
-    checks.session_secret(request.session_secret)
+    checks.exactly("session_secret", request.session_secret, SECRET_BYTES)
     checks.random_bytes("resume_epoch", request.resume_epoch, optional=True)
     node = checks.text("relayed_by", request.relayed_by, least=0)
     return Process(checks.engine_ref("engine", request.engine), role, request.rank, node)

@@ -10,7 +10,7 @@ from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NAMED_RANKS
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
-from kvferry_server.domain.reads import LeaseState, RankReport, RevokeReason
+from kvferry_server.domain.reads import LeaseState, RankReport
 from kvferry_server.domain.router_keys import WaitingRead
 from kvferry_server.domain.times import Times
 
@@ -26,16 +26,6 @@ def engine_ref(ref: EngineRef) -> pb.EngineRef:
 def times(values: Times) -> pb.Times:
     """Encode the durations in force."""
     return pb.Times(**{name: to_duration(getattr(values, name)) for name in pb.Times.DESCRIPTOR.fields_by_name})
-
-
-def revoke_reason(reason: RevokeReason | None) -> pb.RevokeReason.ValueType:
-    """Encode a reason; None becomes UNSPECIFIED."""
-    return pb.RevokeReason.ValueType(reason or 0)
-
-
-def read_state(lease: Lease) -> pb.ReadState.ValueType:
-    """Encode the state of a read."""
-    return pb.ReadState.ValueType(lease.state)
 
 
 def request_state(publication: PublicationRecord) -> ipb.RequestState.ValueType:
@@ -114,7 +104,7 @@ def read_summary(lease: Lease) -> pb.ReadSummary:
     return pb.ReadSummary(
         reader=engine_ref(lease.request.read.reader),
         lease_number=lease.number,
-        state=read_state(lease),
+        state=pb.ReadState.ValueType(lease.state),
         parties=lease.request.parties,
         reported=len(lease.reports),
         bytes=min(sum(report.bytes for report in lease.reports.values()), MOST),

@@ -477,14 +477,14 @@ def test_leases_that_are_due_count_as_ended_before_the_timer_reaches_them() -> N
     scene.records.advance()
     assert leases[0].state is LeaseState.EXPIRED
     assert alone.live
-    assert scene.records.next_deadline() <= scene.clock.now()
+    assert scene.records.deadlines.next_deadline() <= scene.clock.now()
     # The lease has ended exactly at its time, although no timer has acted on it.
     assert scene.report(alone, 0).verdict is Verdict.EXPIRED
     assert scene.renew(leases[-1]) == 0
     with pytest.raises(LeaseEnded):
         scene.grant(1, name=str(5 * MAX_ENDED_AT_ONCE - 1))
     calls = 0
-    while scene.records.next_deadline() <= scene.clock.now():
+    while scene.records.deadlines.next_deadline() <= scene.clock.now():
         scene.records.advance()
         calls += 1
     assert calls <= 6

@@ -749,7 +749,7 @@ def test_records_are_empty_after_many_requests(scene: Scene) -> None:
     scene.wait(TIMES.final)
     assert not arrived(scene.records)
     assert not list(scene.records.leases())
-    assert scene.records.next_deadline() == float("inf")
+    assert scene.records.deadlines.next_deadline() == float("inf")
 
 
 def test_a_later_step_waits_for_the_snapshot_that_holds_the_first() -> None:

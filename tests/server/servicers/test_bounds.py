@@ -28,13 +28,12 @@ from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import Limits
-from kvferry_server.domain.ordered import Ordered
-from kvferry_server.domain.publications import lease_bytes
+from kvferry_server.domain.reads import LEASE_BYTES, REPORT_BYTES
 from kvferry_server.domain.watch_feed import Process, Role
 from kvferry_server.home import time_slices
 from kvferry_server.servicers import limits
+from kvferry_server.servicers.introspection import page
 from kvferry_server.servicers.limits import MAX_GROUPS, MAX_NOTIFICATIONS, MAX_RELEASED_READS, MAX_RUNS
-from kvferry_server.servicers.lists import page
 from tests.support.examples import examples
 from tests.support.node_in_process import (
     TIMEOUT,
@@ -239,10 +238,7 @@ async def test_transfers_of_many_ranks_are_listed_in_pages_that_arrive(tmp_path:
 def test_pages_hold_everything_once_in_order_and_none_is_larger_than_a_message(
     shelves: dict[str, dict[int, int]], size: int
 ) -> None:
-    by_ref = {start(name, name): Ordered[int]() for name in shelves}
-    for name, held in shelves.items():
-        for number, length in held.items():
-            by_ref[start(name, name)].add((number,), length)
+    by_ref = {start(name, name): held for name, held in shelves.items()}
     token, found = "", list[int]()
     for _ in range(100):
         entries, token = page(by_ref, lambda length: BytesValue(value=b"x" * length), size, token)
@@ -337,7 +333,7 @@ async def test_readers_that_take_no_answers_use_up_only_their_own_share(tmp_path
             await asyncio.sleep(0.01)
         assert used + (4 << 20) <= node.home.memory.used <= budget
         # Only the leases count against the victim: the victim goes on, and so does another engine.
-        assert node.home.memory.held(P) <= held + 100 * lease_bytes(1)
+        assert node.home.memory.held(P) <= held + 100 * (LEASE_BYTES + REPORT_BYTES)
         await node.open_engine(E)
         await node.register(ref=E)
         for victim, number in ((P, 2), (E, 1)):
