@@ -154,10 +154,6 @@ class ReadStats:
         "start, so that its alert sees the first one; others begin with the first such read.",
         reason=("PromptMismatch",),
     )
-    disputed: int = counter(
-        "kvferry_reader_disputed",
-        "Reads counted as done, of which their home has said since that their leases had ended.",
-    )
     prompts: Counter[str] = counter(
         "kvferry_reader_prompts",
         "Reads that are done. matched: their source has marked the same prompt; unmarked: it has not marked what was "

@@ -448,17 +448,3 @@ def test_blocks_are_checked_when_they_are_attached_though_not_all_is_published(f
         decode.worker.start(replace(grant, tokens=None))
     with pytest.raises(InvalidField, match="GrantStep"):
         decode.worker.add_step(grant)
-
-
-def test_the_end_of_a_read_is_returned_before_the_home_confirms(fabric: Fabric) -> None:
-    prefill, decode = Prefill(fabric), Decode(fabric, confirm="after")
-    prefill.compute(4)
-    decode.worker.start(decode.attached(prefill))
-    prefill.compute(TOKENS)
-    while not decode.ended:
-        decode.step()
-        for step in decode.steps:
-            decode.worker.add_step(step)
-    assert (decode.ended[0].error, decode.ended[0].confirmed) == (None, False)
-    assert decode.holds(TOKENS)
-    assert prefill.outcome(prefill.publication).name == "READ"

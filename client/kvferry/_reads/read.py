@@ -209,14 +209,6 @@ class Read(OneProcess):
         (R4)."""
         return self._read.quiet
 
-    @property
-    def disputed(self) -> bool:
-        """Whether the read succeeded without its home's verdict, and the later verdict was that the lease had ended.
-
-        The bytes may be wrong then. Only with a client's ``confirm="after"``, or if the home did not answer in time.
-        """
-        return self._read.disputed
-
     def result(self, timeout: float | None = None) -> ReadResult:
         """Wait for the end of the read, and return its result.
 

@@ -14,7 +14,6 @@ from kvferry._clock import from_duration, now
 from kvferry._control.batches import SENT_BYTES, check_size
 from kvferry._control.homes import Homes
 from kvferry._control.lease_holder import LeaseHolder
-from kvferry._control.reader_lease import Confirm
 from kvferry._control.renewals import Renewals
 from kvferry._control.retrying import retrying
 from kvferry._control.right_prompt import PromptCheck
@@ -67,7 +66,6 @@ class ClientRuntime:
     staging: StagingOptions
     integrity: IntegrityOptions
     max_reads: int
-    confirm: Confirm
     prompt_check: PromptCheck
     optimistic: bool
     reads: ReadMeter = field(default_factory=ReadMeter)
@@ -81,7 +79,6 @@ class ClientRuntime:
             self.renewals,
             token,
             rank,
-            self.confirm,
             self.prompt_check,
             # Sums are read under a lease.
             optimistic=self.optimistic and not self.integrity.share,

@@ -244,18 +244,14 @@ class Finished:
     Attributes:
         reads: ends of reads; each read of the engine appears exactly once.
         quiesced: request_ids of reads that had ended without being quiet, and are quiet now.
-        disputed: reads that `reads` listed as successful before, and whose leases had ended according to a later
-            verdict of the home: their bytes may be wrong. They have a `ReadEnd.error`, and `ReadEnd.lost` has their
-            blocks. Only with a client's ``confirm="after"``, or if the home did not answer in time.
     """
 
     reads: tuple[ReadEnd, ...] = ()
     quiesced: tuple[str, ...] = ()
-    disputed: tuple[ReadEnd, ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether any read has ended, become quiet, or is disputed."""
-        return bool(self.reads or self.quiesced or self.disputed)
+        """Whether any read has ended or become quiet."""
+        return bool(self.reads or self.quiesced)
 
 
 _CHECKED: Mapping[object, Callable[[str, object], object]] = {
