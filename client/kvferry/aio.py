@@ -2,7 +2,8 @@
 
 This client wraps the synchronous client: calls that would wait run on threads. It does not use `grpc.aio`, so that its
 process may still fork. The reads of both clients can be awaited. Methods have the arguments, results and errors of
-their namesakes in the synchronous client.
+their namesakes in the synchronous client. The ports of an engine need no such class: their calls return at once, and
+`until_news` waits on any event loop.
 """
 
 from __future__ import annotations
@@ -10,26 +11,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from functools import partial, wraps
+from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from kvferry._arguments import takes
-from kvferry._cache import OPEN_TIMEOUT, Cache
+from kvferry._cache import Cache
 from kvferry._client import Client
 from kvferry._directory.directory import Directory
-from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing, OneProcess
 from kvferry._session import EngineSession
 from kvferry._wire.token import EngineToken
-from kvferry.engine.scheduler import MAX_WAITING, SchedulerPort
 
 Sync = TypeVar("Sync", bound=Closing)
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 Wrapped = TypeVar("Wrapped")
 Made = TypeVar("Made", bound="_Async[Any]")
-Engine = TypeVar("Engine", bound="EngineSession | SchedulerPort")
 
 
 class _Async(OneProcess, Generic[Sync]):
@@ -93,12 +91,17 @@ def _awaited(
     return call
 
 
-class _AsyncEngine(_Async[Engine]):
-    """Wraps the session or the scheduler's port of an engine."""
+class AsyncSession(_Async[EngineSession]):
+    """`EngineSession` for an event loop. Made by `AsyncClient.open_engine`; `AsyncCache.session` returns one too.
 
-    def __init__(self, sync: Engine) -> None:
-        super().__init__(sync)
-        self.spec = sync.spec
+    Attributes:
+        sync: the synchronous session.
+        spec: the engine.
+    """
+
+    def __init__(self, session: EngineSession) -> None:
+        super().__init__(session)
+        self.spec = session.spec
 
     @property
     def token(self) -> EngineToken:
@@ -109,15 +112,6 @@ class _AsyncEngine(_Async[Engine]):
     def engine_reference(self) -> str:
         """The engine's reference, which routers give to readers for warming up. A capability."""
         return self.sync.engine_reference
-
-
-class AsyncSession(_AsyncEngine[EngineSession]):
-    """`EngineSession` for an event loop. Made by `AsyncClient.open_engine`; `AsyncCache.session` returns one too.
-
-    Attributes:
-        sync: the synchronous session.
-        spec: the engine.
-    """
 
     publish = _on_thread(EngineSession.publish)
     """Publish a request's blocks. See `EngineSession.publish`."""
@@ -206,70 +200,3 @@ class AsyncClient(_Async[Client]):
     """Decline a publication at its home. See `Client.decline`."""
     close = _on_thread(Client.close)
     """Cancel the reads, and end NIXL agents, sessions and connections. See `Client.close`."""
-
-
-class AsyncSchedulerPort(_AsyncEngine[SchedulerPort]):
-    """`SchedulerPort` for an event loop. Made by `open`. Workers use `WorkerPort`, whose calls during an engine's run
-    return at once.
-
-    Attributes:
-        sync: the synchronous port.
-        spec: the engine.
-    """
-
-    @classmethod
-    async def open(
-        cls,
-        client: AsyncClient,
-        spec: EngineSpec,
-        *,
-        hold_until_quiet: bool = False,
-        max_waiting: int = MAX_WAITING,
-        timeout: float = OPEN_TIMEOUT,
-    ) -> AsyncSchedulerPort:
-        """Open an engine's session, and return the port of its scheduler. Arguments and errors: see `SchedulerPort`."""
-        make = partial(SchedulerPort, hold_until_quiet=hold_until_quiet, max_waiting=max_waiting, timeout=timeout)
-        return cls(await asyncio.to_thread(make, client.sync, spec))
-
-    publish = _direct(SchedulerPort.publish)
-    """Publish a request's blocks. See `SchedulerPort.publish`."""
-    publish_more = _direct(SchedulerPort.publish_more)
-    """Publish the next blocks of a publication. See `SchedulerPort.publish_more`."""
-    abort = _direct(SchedulerPort.abort)
-    """Withdraw a publication. See `SchedulerPort.abort`."""
-    released = _direct(SchedulerPort.released)
-    """Return the publications released since the last call. See `SchedulerPort.released`."""
-    acquire = _direct(SchedulerPort.acquire)
-    """Start to acquire a publication. See `SchedulerPort.acquire`."""
-    granted = _direct(SchedulerPort.granted)
-    """Return the source's blocks for a request once its lease is granted. See `SchedulerPort.granted`."""
-    ask = _direct(SchedulerPort.ask)
-    """Ask an engine for what it has cached of a prompt. See `SchedulerPort.ask`."""
-    questions = _direct(SchedulerPort.questions)
-    """Return the questions of other engines since the last call. See `SchedulerPort.questions`."""
-    miss = _direct(SchedulerPort.miss)
-    """Answer a question with nothing. See `SchedulerPort.miss`."""
-    news = _direct(SchedulerPort.news)
-    """Return the requests for which `granted` has a new result. See `SchedulerPort.news`."""
-    attach = _direct(SchedulerPort.attach)
-    """Give a granted request the blocks to read into. See `SchedulerPort.attach`."""
-    grant_steps = _direct(SchedulerPort.grant_steps)
-    """Return the blocks that sources have published since. See `SchedulerPort.grant_steps`."""
-    decline = _direct(SchedulerPort.decline)
-    """Decline a publication at its home. See `SchedulerPort.decline`."""
-    cancel = _direct(SchedulerPort.cancel)
-    """Cancel the read of a request. See `SchedulerPort.cancel`."""
-    collect = _direct(SchedulerPort.collect)
-    """Take the report of a worker. See `SchedulerPort.collect`."""
-    cancels = _direct(SchedulerPort.cancels)
-    """Return the read_ids to cancel on every worker. See `SchedulerPort.cancels`."""
-    finished = _direct(SchedulerPort.finished)
-    """Return the reads that have ended on all ranks. See `SchedulerPort.finished`."""
-    stats = _direct(SchedulerPort.stats)
-    """Return the counts of this engine's publications and reads. See `SchedulerPort.stats`."""
-    close = _on_thread(SchedulerPort.close)
-    """End the engine's session. See `SchedulerPort.close`."""
-
-    async def until_news(self, timeout: float) -> bool:
-        """Wait until there may be news. See `SchedulerPort.wait_news`."""
-        return await self.sync.until_news(timeout)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from kvferry import AsyncClient, Blocks, Cache, EngineSession, EngineSpec, Group, SchedulerPort, WorkerPort
-from kvferry.aio import AsyncSchedulerPort
 from kvferry.errors import Closed, TransferCancelled, WrongState
 from kvferry.testing import Fabric
 
@@ -111,7 +110,7 @@ def test_a_scheduler_in_asyncio_waits_for_its_news() -> None:
         mine = memory(0)
         async with AsyncClient(fabric.address) as source, AsyncClient(fabric.address) as client:
             prefill = await source.register_cache(spec("p"), tensors={"layer": memory(7)}, axes=AXES)
-            async with await AsyncSchedulerPort.open(client, spec("d")) as port:
+            with await asyncio.to_thread(SchedulerPort, client.sync, spec("d")) as port:
                 worker = WorkerPort(client.sync, port.spec)
                 await asyncio.to_thread(worker.register, {"layer": mine}, axes=AXES)
                 publication = await prefill.session.publish("mine", {"full": Blocks([1])})

@@ -128,7 +128,6 @@ def main(address: str) -> int:
         AsyncClient: async_client,
         kvferry.aio.AsyncCache: async_cache,
         kvferry.aio.AsyncSession: kvferry.aio.AsyncSession(sources.session),
-        kvferry.aio.AsyncSchedulerPort: kvferry.aio.AsyncSchedulerPort(scheduler),
         EmbeddedServer: server,
         kvferry.Directory: kvferry.open_directory("file:/nowhere.json"),
     }
