@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import numpy as np
 import pytest
 
-import kvferry._threads
-from kvferry import Blocks, Cache, Client, Read
-from kvferry._threads import start_thread
-from kvferry.errors import Closed, LimitReached, PublicationTimeout
+from kvferry import Blocks, Cache, Client
+from kvferry.errors import Closed, PublicationTimeout
 from tests.support.caches import Model, shards
 from tests.support.engines import Engine, reader_of
 
@@ -65,36 +61,6 @@ def test_close_that_does_not_wait_ends_every_read(cache: Cache, one_to_one: Pair
     for read in reads:
         read.exception(60)
         assert read.wait_quiet(60)
-
-
-def test_callback_may_wait_for_another_read_also_with_few_threads(
-    cache: Cache, one_to_one: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def few(run: Callable[[], object], name: str) -> threading.Thread:
-        if name.startswith("kvferry-callbacks"):
-            raise LimitReached("none", retry_after=1.0, limit="threads", value=0)
-        return start_thread(run, name)
-
-    monkeypatch.setattr(kvferry._threads, "start_thread", few)
-    reference = one_to_one[0].session.publish("r", BLOCKS, expected_reads=2).reference
-    found: list[Any] = []
-    called = threading.Event()
-
-    def again(_: Read) -> None:
-        try:
-            found.append(cache.read(reference, BLOCKS, allow_overlap=True).result(60))
-        except Exception as error:
-            found.append(error)
-        called.set()
-
-    first = cache.read(reference, BLOCKS)
-    try:
-        first.add_done_callback(again)
-    except LimitReached:
-        assert first.result(60).confirmed
-    else:
-        assert called.wait(60)
-        assert found[0].confirmed
 
 
 @pytest.mark.parametrize("given_up", ["cancelled", "timed out"])

@@ -386,14 +386,6 @@ def test_a_close_waits_for_the_reports_of_the_end(world: Reading) -> None:
     assert all(handle.ended.done() for handle in handles)
 
 
-def test_callbacks_come_before_the_end_of_a_close(world: Reading) -> None:
-    handle = world.read()
-    told: list[KvferryError | None] = []
-    Read(handle).add_done_callback(lambda read: told.append(read.exception(0)))
-    world.cache.close(now() + 30)
-    assert [type(error) for error in told] == [TransferCancelled]
-
-
 @pytest.mark.parametrize("where", ["waiting", "reading", "judging"])
 def test_a_read_whose_client_ends_first_gets_an_end(world: Reading, where: str) -> None:
     """A caller that waits for the result would wait for ever."""
