@@ -622,7 +622,7 @@ def methods(node: str, client: Client, ports: ExitStack) -> Iterator[Case]:
         "start",
         worker.start,
         {"grant": grant},
-        {"grant": [None, 1, offer, grant.plain()], "local_blocks": BLOCKS_BY_GROUP[1:9], "tails": [None, "zero", 1]},
+        {"grant": [None, 1, offer, {}], "local_blocks": BLOCKS_BY_GROUP[1:9], "tails": [None, "zero", 1]},
     )
     yield Case(
         "start tokens",
