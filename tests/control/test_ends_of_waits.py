@@ -121,19 +121,3 @@ def test_a_client_that_was_not_used_ends_without_a_thread(monkeypatch: pytest.Mo
             client._homes.own.end_calls()
     with pytest.raises(Closed):
         client.open_engine(EngineSpec("p", (Group("full", block_tokens=16, num_blocks=64),)))
-
-
-def test_without_a_thread_for_its_callbacks_warming_up_ends_as_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Fabric() as fabric:
-        _, session = opened(fabric)
-        client, spec = fabric.client(), EngineSpec("d", (Group("full", block_tokens=16, num_blocks=64),))
-        cache = client.register_cache(spec, tensors={"layer": np.zeros((2, 64, 1, 16, 4), np.float32)}, axes=AXES)
-        start = threading.Thread.start
-
-        def refused(thread: threading.Thread) -> None:
-            if thread.name == "kvferry-callbacks":
-                raise RuntimeError("can't start new thread")
-            start(thread)
-
-        monkeypatch.setattr(threading.Thread, "start", refused)
-        assert cache.warm(session.engine_reference).result(SOON) == (0,)

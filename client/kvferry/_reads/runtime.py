@@ -28,7 +28,6 @@ from kvferry._reads.cache_reads import CacheReads
 from kvferry._reads.meters import ReadMeter, ShareMeter
 from kvferry._reads.rank_reads import RankReads
 from kvferry._reads.source_engines import SourceEngines
-from kvferry._threads import settle
 from kvferry._transport.calibration import measure
 from kvferry._transport.nixl_agent import ReadingAgent, ServingAgent
 from kvferry._transport.nixl_options import NixlOptions
@@ -38,7 +37,7 @@ from kvferry._wire.authority import agent_name, new_agent_key
 from kvferry._wire.geometry_codec import agent_to_proto, group_to_proto, rank_to_proto
 from kvferry._wire.reference import parse_source_reference
 from kvferry._wire.token import EngineToken, engine_ref
-from kvferry.errors import Closed, EngineUnknown, InvalidField, KvferryError, LimitReached
+from kvferry.errors import Closed, EngineUnknown, InvalidField, KvferryError
 from kvferry.geometry.model import AgentInfo, RankGeometry, check_rank, check_regions
 from kvferry.geometry.overlap import check_apart
 from kvferry.planner.path_choice import Costs, PathRule
@@ -207,32 +206,15 @@ class RankRuntime:
         """See `Cache.warm`."""
         engine = parse_source_reference(engine_reference)
         home = self.homes.of(engine)
-        done: Future[tuple[int, ...]] = Future()
-        # Mark the future as running, so that callers cannot cancel it.
-        done.set_running_or_notify_cancel()
+        key = (home.address, engine.engine_id, engine.incarnation)
 
-        async def run() -> None:
-            result: tuple[int, ...] | BaseException
-            try:
-                key = (home.address, engine.engine_id, engine.incarnation)
-                source = await self._sources.get(home, key, engine_reference, deadline)
-                for agent in source.agents.values():
-                    self.transport.warm(agent)
-                result = tuple(source.agents)
-            except Exception as error:
-                result = error
-            # The future's callbacks belong to the caller, and may wait.
-            try:
-                await self.loop.on_thread(lambda: settle(done, result), "kvferry-callbacks")
-            except LimitReached:
-                settle(done, result)
+        async def run() -> tuple[int, ...]:
+            source = await self._sources.get(home, key, engine_reference, deadline)
+            for agent in source.agents.values():
+                self.transport.warm(agent)
+            return tuple(source.agents)
 
-        def end(_: object) -> None:
-            if not done.done():
-                settle(done, Closed("the client is closed"))
-
-        self.loop.submit(run()).add_done_callback(end)
-        return done
+        return self.loop.submit(run())
 
     def close(self, timeout: float) -> None:
         """Cancel the reads, and end the agents. Waits at most `timeout` seconds until all blocks are quiet, and the
