@@ -2,21 +2,19 @@
 
 This client wraps the synchronous client: calls that would wait run on threads. It does not use `grpc.aio`, so that its
 process may still fork. The reads of both clients can be awaited. Methods have the arguments, results and errors of
-their namesakes in the synchronous client. The ports of an engine need no such class: their calls return at once, and
-`until_news` waits on any event loop.
+their namesakes in the synchronous client. A `Cache` and the ports of an engine need no such class: but for `close`,
+their calls return at once, reads are awaited, and `until_news` of a port waits on any event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
 from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from kvferry._arguments import takes
-from kvferry._cache import Cache
 from kvferry._client import Client
 from kvferry._directory.directory import Directory
 from kvferry._forks import Closing, OneProcess
@@ -79,20 +77,9 @@ def _wrapped(
     return call
 
 
-def _awaited(
-    method: Callable[Concatenate[Sync, Given], Future[Result]],
-) -> Callable[Concatenate[_Async[Sync], Given], Coroutine[Any, Any, Result]]:
-    """Make a method that awaits the future of another method."""
-
-    @wraps(method)
-    async def call(self: _Async[Sync], /, *given: Given.args, **options: Given.kwargs) -> Result:
-        return await asyncio.wrap_future(method(self.sync, *given, **options))
-
-    return call
-
-
 class AsyncSession(_Async[EngineSession]):
-    """`EngineSession` for an event loop. Made by `AsyncClient.open_engine`; `AsyncCache.session` returns one too.
+    """`EngineSession` for an event loop. Made by `AsyncClient.open_engine`, or of the session of a cache:
+    ``AsyncSession(cache.session)``.
 
     Attributes:
         sync: the synchronous session.
@@ -133,44 +120,6 @@ class AsyncSession(_Async[EngineSession]):
     """End the session. See `EngineSession.close`."""
 
 
-class AsyncCache(_Async[Cache]):
-    """`Cache` for an event loop. Made by `AsyncClient.register_cache`.
-
-    Attributes:
-        sync: the synchronous cache.
-        spec, rank, reuse_after: see `Cache`.
-    """
-
-    def __init__(self, cache: Cache) -> None:
-        super().__init__(cache)
-        self.spec, self.rank, self.reuse_after = cache.spec, cache.rank, cache.reuse_after
-
-    @property
-    def session(self) -> AsyncSession:
-        """The engine's session; raises `WrongState` if another process has it."""
-        return AsyncSession(self.sync.session)
-
-    @property
-    def engine_reference(self) -> str:
-        """The engine's reference, for readers to warm up with. See `Cache.engine_reference`."""
-        return self.sync.engine_reference
-
-    read = _direct(Cache.read)
-    """Start to read a publication; await the read that this returns. See `Cache.read`."""
-    fetch = _direct(Cache.fetch)
-    """Ask an engine for a prefix, and read it; await the read that this returns. See `Cache.fetch`."""
-    checksum = _awaited(Cache.checksum)
-    """Send checksums of published blocks to the home; the number of sums sent. See `Cache.checksum`."""
-    prepare = _direct(Cache.prepare)
-    """Make the NIXL agents for reading now. Returns at once. See `Cache.prepare`."""
-    warm = _awaited(Cache.warm)
-    """Connect to a source engine ahead of the first read; the source ranks to connect to. See `Cache.warm`."""
-    gauges = _direct(Cache.gauges)
-    """Return the current state of this rank's data plane."""
-    close = _on_thread(Cache.close)
-    """Cancel the reads and end the NIXL agents. See `Cache.close`."""
-
-
 class AsyncClient(_Async[Client]):
     """`kvferry.Client` for an event loop. Arguments and errors are the same.
 
@@ -193,7 +142,7 @@ class AsyncClient(_Async[Client]):
     """Return the counts and measurements of this client. See `Client.stats`."""
     open_engine = _wrapped(_on_thread(Client.open_engine), AsyncSession)
     """Start a new incarnation of an engine, and open its session. See `Client.open_engine`."""
-    register_cache = _wrapped(_on_thread(Client.register_cache), AsyncCache)
+    register_cache = _on_thread(Client.register_cache)
     """Register a rank's cache with NIXL and at the node server. See `Client.register_cache`."""
 
     decline = _on_thread(Client.decline)
