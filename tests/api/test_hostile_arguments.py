@@ -440,7 +440,7 @@ def methods(node: str, client: Client, ports: ExitStack) -> Iterator[Case]:
             "staging": [{}],
             "integrity": ["full"],
             "max_reads": [*NOT_AN_INTEGER, *NEGATIVE, 0],
-            "confirm": [None, True, 1, "", "never", "BEFORE", ["after"], {}],
+            "prompt_check": [None, True, 1, "", "never", "COMPARE", ["off"], {}],
         },
     )
     yield Case("open_engine", client.open_engine, {}, {"spec": [None, "engine", GROUP]})
@@ -622,7 +622,7 @@ def methods(node: str, client: Client, ports: ExitStack) -> Iterator[Case]:
         "start",
         worker.start,
         {"grant": grant},
-        {"grant": [None, 1, offer, grant.plain()], "local_blocks": BLOCKS_BY_GROUP[1:9], "tails": [None, "zero", 1]},
+        {"grant": [None, 1, offer, {}], "local_blocks": BLOCKS_BY_GROUP[1:9], "tails": [None, "zero", 1]},
     )
     yield Case(
         "start tokens",
@@ -693,7 +693,5 @@ def test_every_public_class_is_listed_here() -> None:
 
 def test_an_option_of_a_client_that_is_no_choice_is_refused_with_the_choices() -> None:
     for wrong in ("later", "", None, 1):
-        with pytest.raises(InvalidField, match=r"confirm is .*, expected 'before' or 'after'"):
-            Client("unix:/nowhere", confirm=cast(str, wrong))
         with pytest.raises(InvalidField, match=r"prompt_check is .*, expected 'require', 'compare' or 'off'"):
             Client("unix:/nowhere", prompt_check=cast(str, wrong))

@@ -494,7 +494,7 @@ def test_a_scheduler_counts_its_reads(scheduler: Scheduler) -> None:
 
 @pytest.mark.parametrize("number", ["published", "waiting", "granted", "reading", "judging", "uncertain"])
 def test_an_engine_is_quiet_without_pins_and_reads(number: str) -> None:
-    ended = ("done", "failed", "cancelled", "expired", "not_granted", "missed", "disputed", "bytes", "refused")
+    ended = ("done", "failed", "cancelled", "expired", "not_granted", "missed", "bytes", "refused")
     counts = dict.fromkeys((field.name for field in fields(SchedulerStats)), 0)
     quiet = SchedulerStats(**counts | dict.fromkeys(ended, 3) | {"published": 5, "released": 5})
     assert quiet.quiet

@@ -102,7 +102,7 @@ def test_tails_are_cleared_where_asked(pair: Pair) -> None:
     blocks = {"full": Blocks(into, end_token=TOKENS)}
     grant = destination.scheduler.attach("mine", blocks)
     for worker in destination.workers:
-        worker.call("start", msgpack.encode(grant.plain()), Tails.ZERO.value)
+        worker.call("start", msgpack.encode(grant), Tails.ZERO.value)
     assert destination.end_of("mine").error is None
     for memory in destination.memories:
         wanted = expect(memory, values, into, (0, TOKENS))
@@ -192,7 +192,7 @@ def test_a_read_cancelled_while_its_bytes_move(pair: Pair) -> None:
     destination.until(lambda: destination.scheduler.stats().reading == 1)
     assert destination.scheduler.cancel("mine")
     assert destination.scheduler.cancels() == [grant.read_id]
-    destination.workers[2].call("start", msgpack.encode(grant.plain()), Tails.KEEP.value)
+    destination.workers[2].call("start", msgpack.encode(grant), Tails.KEEP.value)
     for worker in destination.workers:
         worker.call("cancel", grant.read_id)
     end = destination.end_of("mine")
@@ -412,7 +412,7 @@ def test_workers_without_reports_are_given_up(
     assert (end.quiet, end.ranks, end.lost) == (False, 0, {"full": tuple(IDS)})
     assert (destination.scheduler.stats().uncertain, destination.scheduler.stats().quiet) == (1, False)
     # Late, but it comes.
-    destination.workers[0].call("start", msgpack.encode(grant.plain()), Tails.KEEP.value)
+    destination.workers[0].call("start", msgpack.encode(grant), Tails.KEEP.value)
     destination.until(lambda: destination.quiesced == ["mine"])
     assert (destination.scheduler.stats().uncertain, destination.scheduler.stats().quiet) == (0, True)
     source.scheduler.abort(publication)
@@ -436,7 +436,7 @@ def test_failed_reads_are_withheld_until_quiet(
     destination.until(lambda: destination.scheduler.stats().failed == 1)
     destination.step()
     assert destination.ended == {}
-    destination.workers[0].call("start", msgpack.encode(grant.plain()), Tails.KEEP.value)
+    destination.workers[0].call("start", msgpack.encode(grant), Tails.KEEP.value)
     end = destination.end_of("mine")
     assert (isinstance(end.error, TransferStuck), end.quiet) == (True, True)
 
@@ -526,7 +526,7 @@ def test_a_reference_that_is_gone_fails_no_other_read_of_its_source(
     for worker in destination.workers:
         # The first of them handshakes with the source, the other waits for its result.
         for each in (late, grant):
-            worker.call("start", msgpack.encode(each.plain()), Tails.KEEP.value)
+            worker.call("start", msgpack.encode(each), Tails.KEEP.value)
     while len(failed) < len(destination.workers):
         for worker in destination.workers:
             output = worker.finished()
@@ -571,9 +571,9 @@ def test_values_pass_through_pickle_and_msgpack() -> None:
     end = RankEnd("id", "r", False, False, 3, {"full": (5, 6)}, "BadBlock", "a message", {"block": "7"})
     output = WorkerOutput(1, (RankEnd("a", "b", True, True, 9),), (end,), ("x",))
     assert pickle.loads(pickle.dumps(grant)) == grant
-    assert Grant.of(msgpack.decode(msgpack.encode(grant.plain()))) == grant
+    assert msgpack.decode(msgpack.encode(grant), type=Grant) == grant
     assert pickle.loads(pickle.dumps(output)) == output
-    assert WorkerOutput.of(msgpack.decode(msgpack.encode(output.plain()))) == output
+    assert msgpack.decode(msgpack.encode(output), type=WorkerOutput) == output
     assert runs.blocks() == Blocks([5, 6, 7, 2], 16, 70)
     error = end.error()
     assert isinstance(error, BadBlock)

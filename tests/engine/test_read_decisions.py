@@ -18,7 +18,7 @@ from kvferry._control.acquisition import Acquired
 from kvferry._control.block_use import BlockUse
 from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder
-from kvferry._control.reader_lease import Confirm, ReaderLease
+from kvferry._control.reader_lease import ReaderLease
 from kvferry._reads.leased_reads import ANSWER_GRACE, RANKS_GRACE
 from kvferry._reads.meters import ReadMeter
 from kvferry._wire.publication import Told
@@ -50,11 +50,9 @@ BEGAN, TIMEOUT, LEASE = 1000.0, 60.0, 30.0
 class World:
     """A scheduler's reads, and a clock that stands still."""
 
-    def __init__(
-        self, *, hold_until_quiet: bool = False, max_waiting: int = 4, confirm: Confirm = Confirm.BEFORE
-    ) -> None:
+    def __init__(self, *, hold_until_quiet: bool = False, max_waiting: int = 4) -> None:
         self.loop = PlayedLoop(BEGAN)
-        self.home = PlayedHome(self.loop, confirm)
+        self.home = PlayedHome(self.loop)
         self.use = BlockUse(SPEC.groups)
         self.meter = ReadMeter()
         self.reads = Reads(
@@ -204,36 +202,7 @@ def test_the_homes_verdict_decides_a_read(world: World, verdict: Verdict, *, goo
     assert world.finished() == []
 
 
-@pytest.mark.parametrize(
-    ("verdict", "disputed"), [(pb.VERDICT_VALID, False), (None, False), (pb.VERDICT_EXPIRED, True)]
-)
-def test_the_homes_verdict_after_the_end_only_audits_the_read(
-    make: Callable[..., World], verdict: Verdict, *, disputed: bool
-) -> None:
-    world = make(confirm=Confirm.AFTER)
-    read_id = world.reading()
-    for rank in range(RANKS):
-        world.ends(read_id, rank)
-    (end,) = world.finished()
-    assert (end.error, end.confirmed, end.lost) == (None, False, {})
-    assert world.free()
-    assert world.home.heard("report", "drop")
-    world.reads.news.wait(0)
-    world.home.judge(verdict)
-    assert world.reads.news.wait(0) == disputed
-    found = world.reads.finished()
-    assert (bool(found), found.reads) == (disputed, ())
-    assert [(late.request_id, late.read_id, late.lost) for late in found.disputed] == (
-        [("mine", read_id, {"full": (20, 7)})] if disputed else []
-    )
-    assert all(isinstance(late.error, TransferExpired) for late in found.disputed)
-    assert dict(world.reads.counts) == {"done": 1, **({"disputed": 1} if disputed else {})}
-    world.home.judge(verdict)
-    assert not world.reads.finished()
-
-
-def test_a_read_that_ended_after_its_lease_fails_before_and_after_its_report(make: Callable[..., World]) -> None:
-    world = make(confirm=Confirm.AFTER)
+def test_a_read_that_ended_after_its_lease_fails(world: World) -> None:
     read_id = world.reading()
     world.ends(read_id, 0)
     world.now = world.lease.deadline

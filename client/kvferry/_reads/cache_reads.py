@@ -14,7 +14,7 @@ from kvferry._reads.leased_reads import LeasedReads
 from kvferry._reads.meters import ReadMeter
 from kvferry._reads.rank_read import RankOrder, RankRead, Wanted
 from kvferry._reads.rank_reads import RankReads
-from kvferry._reads.read import Callbacks, OwnRead, ReadResult
+from kvferry._reads.read import OwnRead, ReadResult
 from kvferry._reads.source_engines import SourceEngines
 from kvferry._threads import settle
 from kvferry._wire.publication import told_fields
@@ -51,7 +51,6 @@ class CacheReads(LeasedReads[OwnRead]):
         self._sources = sources
         self._shares = shares
         self._max_reads = max_reads
-        self._callbacks = Callbacks(f"kvferry-callbacks-{rank}")
         self._running: set[OwnRead] = set()
         """Reads that have not ended."""
         self._closed = False
@@ -63,7 +62,7 @@ class CacheReads(LeasedReads[OwnRead]):
             LimitReached: `max_reads` reads are running.
             Closed: the cache is closed.
         """
-        read = OwnRead(self._loop, request, self._rank, wanted, self._callbacks, self.cancel)
+        read = OwnRead(self._loop, request, self._rank, wanted, self.cancel)
         with self.lock:
             if self._closed:
                 raise Closed("the cache is closed")
@@ -102,7 +101,6 @@ class CacheReads(LeasedReads[OwnRead]):
         for read in reads:
             if read.share is not None:
                 read.share.wait_quiet(max(0.0, until - self._loop.now()))
-        self._callbacks.close(max(0.0, until - self._loop.now()))
 
     def on_granted(self, read: OwnRead, acquired: Acquired) -> None:
         wanted = read.wanted

@@ -37,7 +37,6 @@ class SchedulerStats:
             not accept. ``published - released`` are pinned.
         done, failed, cancelled, expired, not_granted: ended reads, by outcome.
         missed: reads that other engines were asked for, and that ended with `PrefixMiss`.
-        disputed: reads counted as done, whose leases had ended according to a later verdict of the home.
         bytes: bytes read by all ranks.
         waiting, granted, reading, judging: reads in progress, by stage.
         uncertain: ended reads whose blocks may still be written to.
@@ -52,7 +51,6 @@ class SchedulerStats:
     expired: int
     not_granted: int
     missed: int
-    disputed: int
     bytes: int
     waiting: int
     granted: int

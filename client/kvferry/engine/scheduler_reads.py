@@ -29,7 +29,6 @@ from kvferry.errors import (
     PrefixMiss,
     PromptMismatch,
     TransferCancelled,
-    TransferExpired,
     TransferStuck,
     WrongState,
 )
@@ -72,7 +71,6 @@ class Reads(LeasedReads[SchedulerRead]):
         self._waiting = 0
         self._ended: list[ReadEnd] = []
         self._quiesced: list[str] = []
-        self._disputed: list[ReadEnd] = []
         self._cancels: list[str] = []
         self._not_quiet: dict[SchedulerRead, float] = {}
         """Ended reads whose blocks may still be written to, and when to ask the ranks again to cancel them: a grant or
@@ -214,8 +212,8 @@ class Reads(LeasedReads[SchedulerRead]):
 
     def finished(self) -> Finished:
         with self.lock:
-            found = Finished(tuple(self._ended), tuple(self._quiesced), tuple(self._disputed))
-            self._ended, self._quiesced, self._disputed = [], [], []
+            found = Finished(tuple(self._ended), tuple(self._quiesced))
+            self._ended, self._quiesced = [], []
         return found
 
     def counted(self) -> Counter[str]:
@@ -316,12 +314,6 @@ class Reads(LeasedReads[SchedulerRead]):
             self._quiesced.append(read.request_id)
         self.news.tell()
         self._forget(read)
-
-    def on_disputed(self, read: SchedulerRead) -> None:
-        self.counts["disputed"] += 1
-        error = TransferExpired(f"read {read.read_id}: the home says that its lease had ended", read_id=read.read_id)
-        self._disputed.append(replace(end_of(read), error=error, lost=read.lost))
-        self.news.tell()
 
     # Call these with the lock held.
 

@@ -105,7 +105,6 @@ class Fabric(Closing):
         staging: StagingOptions | None = None,
         integrity: IntegrityOptions | None = None,
         max_reads: int = MAX_READS,
-        confirm: str = "before",
         prompt_check: str = "compare",
         optimistic: bool = True,
     ) -> Client:
@@ -115,7 +114,7 @@ class Fabric(Closing):
 
         Args:
             home: number of the client's own node server. It may read from engines of all homes.
-            options, staging, integrity, max_reads, confirm, prompt_check, optimistic: see `kvferry.Client`.
+            options, staging, integrity, max_reads, prompt_check, optimistic: see `kvferry.Client`.
 
         Raises:
             InvalidField: an argument has the wrong type, or there is no such home.
@@ -129,7 +128,6 @@ class Fabric(Closing):
             staging=staging,
             integrity=integrity,
             max_reads=max_reads,
-            confirm=confirm,
             prompt_check=prompt_check,
             optimistic=optimistic,
         )

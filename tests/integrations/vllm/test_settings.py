@@ -79,7 +79,7 @@ def test_options_of_a_client_can_all_be_set(tmp_path: Path) -> None:
         ({"home_in_references": "no"}, "home_in_references", "a valid boolean"),
         ({"allowed_homes": "10.0.*"}, "allowed_homes", "a valid array"),
         ({"directory": 5}, "directory", ""),
-        ({"confirm": "never"}, "confirm", "'before' or 'after'"),
+        ({"prompt_check": "never"}, "prompt_check", "'require', 'compare' or 'off'"),
         ({"address": "http://host:1"}, "address", ""),
     ],
 )

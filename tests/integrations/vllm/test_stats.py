@@ -95,7 +95,6 @@ def test_counts_of_several_engines_and_intervals_add_up() -> None:
         "read": 3,
         "bytes": 3 << 20,
         "failed": 2,
-        "disputed": 0,
         "not_granted": 1,
         "cancelled": 1,
         "verified_blocks": 0,

@@ -257,7 +257,7 @@ class ConnectorScheduler:
             self._sums.clear()
         else:
             metadata.token = str(self._port.token)
-        ends, self._ends = [*self._ends, *self._finished()], []
+        ends, self._ends = [*self._ends, *self._port.finished().reads], []
         for end in ends:
             self._read_ended(end, metadata)
         return metadata
@@ -266,20 +266,13 @@ class ConnectorScheduler:
         """Return the requests whose reads have ended well since the begin of the step. Failures wait for the next step,
         because workers must name the blocks."""
         received = set()
-        for end in self._finished():
+        for end in self._port.finished().reads:
             if end.error is not None:
                 self._ends.append(end)
                 continue
             received.add(end.request_id)
             self._read(end)
         return received
-
-    def _finished(self) -> tuple[ReadEnd, ...]:
-        """Return the ended reads, and count the disputed ones, which the port logs."""
-        finished = self._port.finished()
-        if finished.disputed:
-            self._stats.count("disputed", len(finished.disputed))
-        return finished.reads
 
     def told(self, received: Iterable[str]) -> None:
         """Handle reads whose ends vLLM has received. vLLM has failed requests by now, if it fails them."""

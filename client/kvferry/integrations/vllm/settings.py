@@ -56,7 +56,7 @@ class ConnectorSettings:
         nixl: how bytes move.
         staging: when and how small pieces go through staging memory.
         integrity: whether published blocks are summed, and read blocks are compared with the sums.
-        confirm, prompt_check, optimistic: see `Client`.
+        prompt_check, optimistic: see `Client`.
         self_check: whether each rank checks at its start that vLLM writes where the planes declare. If False, only
             layouts that the tests have proven are served.
         traces: whether to record the spans of reads with OpenTelemetry, by the tracer provider of each process: see
@@ -76,7 +76,6 @@ class ConnectorSettings:
     nixl: NixlOptions = field(default_factory=NixlOptions)
     staging: StagingOptions = field(default_factory=StagingOptions)
     integrity: IntegrityOptions = field(default_factory=IntegrityOptions)
-    confirm: str = "before"
     prompt_check: str = "compare"
     optimistic: bool = True
     self_check: bool = True
@@ -138,7 +137,6 @@ class ConnectorSettings:
             options=self.nixl,
             staging=self.staging,
             integrity=self.integrity,
-            confirm=self.confirm,
             prompt_check=self.prompt_check,
             optimistic=self.optimistic,
         )
