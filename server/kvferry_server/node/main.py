@@ -116,21 +116,17 @@ def _run(loaded: Loaded, native: NativeLog, warnings: Iterable[str]) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL)
     try:
         uvloop.run(_serve(loaded, native))
-    except InternalError as error:
-        logger.critical("%s", error, exc_info=error.__cause__)
-        return 1
-    except KvferryError as error:
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:
+        if not isinstance(error, KvferryError) or isinstance(error, InternalError):
+            logger.critical("kvferryd has failed", exc_info=error)
         # As text for people, like all commands, unless the log is JSON.
-        if loaded.config.log_format == "json":
+        elif loaded.config.log_format == "json":
             logger.critical("%s", error)
         else:
             print(f"kvferryd: {error}", file=sys.stderr)
         return 2 if isinstance(error, InvalidInput) else 1
-    except ModuleNotFoundError:
-        raise
-    except Exception:
-        logger.critical("kvferryd has failed", exc_info=True)
-        return 1
     return 0
 
 
