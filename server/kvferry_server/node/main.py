@@ -174,7 +174,9 @@ async def _serve(loaded: Loaded, native: NativeLog) -> None:
         _tell_systemd(*ready)
     if received is None:
         await server.stop(0)
+        # Raises the reason.
         await failed
+        return
     failed.cancel()
     drain = loaded.config.drain
     # Otherwise systemd kills the process when its own time for a stop is over.
@@ -197,7 +199,8 @@ async def _serve(loaded: Loaded, native: NativeLog) -> None:
 async def _next_signal(signals: asyncio.Queue[signal.Signals], ending: asyncio.Future[None]) -> signal.Signals | None:
     """Wait for the next signal. Returns None if `ending` has ended before."""
     coming = asyncio.ensure_future(signals.get())
-    await asyncio.wait([coming, ending], return_when=asyncio.FIRST_COMPLETED)
+    both: list[asyncio.Future[Any]] = [coming, ending]
+    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
     if coming.done():
         return coming.result()
     coming.cancel()
