@@ -478,9 +478,8 @@ class WrongThread(KvferryError):
 
 
 class ForkedClient(KvferryError):
-    """A client was used in a child of the process that made it. Neither gRPC nor NIXL survives a fork: make a client in
-    the child.
-    Next step: make a client after the fork, in the child."""
+    """A client was used in a child of the process that made it: neither gRPC nor NIXL survives a fork.
+    Next step: make a client in the child, after the fork."""
 
 
 class Closed(KvferryError):

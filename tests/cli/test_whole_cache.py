@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import prod
 
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
 from kvferry._cli.whole_cache import ELEMENT_BYTES, WholeCache
@@ -19,7 +18,6 @@ BASE = 1 << 40
 """Address of the reader's memory: above all ranks of the source."""
 
 
-@pytest.mark.property
 @settings(
     max_examples=examples(100),
     derandomize=SAME,

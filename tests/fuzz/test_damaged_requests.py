@@ -55,7 +55,6 @@ def test_fields_with_extreme_values(target: Target, method: Method) -> None:
             target.send(method, encoded(message))
 
 
-@pytest.mark.property
 @every_method
 @FUZZ
 @given(data=st.data())
@@ -79,6 +78,7 @@ LISTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "place"),
     [(method, place) for (method, _), place in LISTS.items()],

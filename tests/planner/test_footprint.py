@@ -516,7 +516,6 @@ def found(plan: ReadPlan, source: EngineGeometry, world: World, turns: Random) -
     return refused
 
 
-@pytest.mark.property
 @pytest.mark.timeout(max(120, PROFILE.max_examples // 5))
 @settings(PROFILE, max_examples=PROFILE.max_examples // 4)
 @given(world=worlds(), lists=st.booleans(), seed=st.integers(0, 99))

@@ -12,6 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+FINDINGS = Path(__file__).with_name("findings.md")
+"""The texts of the findings, in one table for each check."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -27,7 +30,7 @@ class Finding:
 @functools.cache
 def table() -> dict[str, tuple[str, str, str]]:
     """Return level, meaning and remedy of each finding, by name."""
-    text = Path(__file__).with_name("findings.md").read_text(encoding="utf-8")
+    text = FINDINGS.read_text(encoding="utf-8")
     rows = (re.split(r" ?\| ?", line) for line in text.splitlines() if line.startswith("| `"))
     return {name.strip("`"): (level, means, remedy) for _, name, level, means, remedy, _ in rows}
 

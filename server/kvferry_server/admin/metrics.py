@@ -129,8 +129,7 @@ METRICS: tuple[Row, ...] = (
     ),
     _gauge(
         "process_memory_limit_bytes",
-        "Memory that the process may have: the least that its cgroups and its host allow. "
-        "process_resident_memory_bytes is the memory in use.",
+        "Memory that the process may have: the least that its cgroups and its host allow.",
         lambda node: node.memory_limit,
     ),
     _gauge("start_time_seconds", "When the node server started.", lambda node: node.started_at),
@@ -151,14 +150,13 @@ METRICS: tuple[Row, ...] = (
     _gauge("oldest_pin_age_seconds", "Age of the oldest publication that is not released.", _oldest_pin),
     _gauge(
         "engine_pinned_publications",
-        "Publications of an engine that are not released: they wait for readers, or are being read.",
+        "Publications of an engine that wait for readers, or are being read.",
         _by_engine(lambda engine, _: len(engine.pinned)),
         engine=(),
     ),
     _gauge(
         "engine_pinned_bytes",
-        "Bytes that they hold on all ranks of the engine. A block counts once for each publication that holds it: "
-        "shared prefixes may add up to more than the cache.",
+        "Bytes that they hold on all ranks. A shared block counts once for each: the sum may exceed the cache.",
         _by_engine(lambda engine, _: engine.pinned_bytes),
         engine=(),
     ),
@@ -176,8 +174,7 @@ METRICS: tuple[Row, ...] = (
     ),
     _gauge(
         "leases",
-        "Live leases (waiting: for blocks, or for the rest of what is published in parts), and ended ones whose "
-        "outcome is kept.",
+        "Live leases (waiting: for blocks), and ended ones whose outcome is kept.",
         _leases,
         state=("waiting", "reading", "kept"),
     ),
@@ -189,8 +186,7 @@ METRICS: tuple[Row, ...] = (
     ),
     *_bounded(
         *("engine_budget_used", "engine_budget_limit"),
-        "Use of a budget that each engine has, by the engine that uses most of it. The page and `kvferry engines` show "
-        "the publications and leases of each engine.",
+        "Use of a budget that each engine has, by the engine that uses most of it.",
         _engine_budgets,
         budget=("waiting_reads", "waiting_declines", "publications", "checksum_bytes"),
     ),
@@ -204,7 +200,7 @@ METRICS: tuple[Row, ...] = (
     ),
     *_bounded(
         *("connections", "connections_limit"),
-        "Open connections, by listener (unix, tcp).",
+        "Open connections.",
         lambda node: {one.name: (node.connections.get(one.name, 0), one.max_connections) for one in node.listeners},
         listener=(),
     ),
@@ -214,9 +210,8 @@ METRICS: tuple[Row, ...] = (
         Metric(
             "counter",
             "kvferry_tls_handshakes_failed",
-            "TLS handshakes that failed, of incoming connections and of connections to other homes. Only from kvferryd "
-            "with TLS: gRPC reports them only in its log, which an embedded server leaves to its process. A peer that "
-            "closes the connection in the middle is not counted.",
+            "TLS handshakes that failed, incoming and to other homes; not those that a peer broke off. Only from "
+            "kvferryd with TLS: gRPC reports them only in its log, which an embedded server leaves to its process.",
             {"reason": ("no_certificate", "untrusted", "expired", "not_tls", "version", "rejected_by_peer", "other")},
         ),
         lambda node: node.failed_handshakes() if node.certificates and node.failed_handshakes else None,

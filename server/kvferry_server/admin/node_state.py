@@ -40,8 +40,8 @@ class CallCounts:
     events: EventLog | None = None
     results: Counter[tuple[str, str]] = counter(
         "kvferry_calls",
-        "Calls that ended. The result is OK, the reason of the error, CANCELLED if the client left, or ABORTED for an "
-        "error without a reason. Other results than OK and INTERNAL begin with the first such call.",
+        "Calls that ended: OK, the reason of the error, CANCELLED if the client left, or ABORTED for an error without "
+        "a reason. Other results than OK and INTERNAL begin with the first such call.",
         method=(),
         result=(),
     )

@@ -107,9 +107,7 @@ class Journal:
     renewals: Counter[str] = counter("kvferry_renewals", "Renewals.", result=("extended", "refused"))
     verdicts: Counter[Verdict] = counter("kvferry_verdicts", "Answers to reports.", verdict=tuple(Verdict))
     read_bytes: int = counter(
-        "kvferry_read_bytes",
-        "Bytes of valid reads, as readers report; of each rank at most what the source's registered ranks hold of the "
-        "publication.",
+        "kvferry_read_bytes", "Bytes of valid reads, as readers report, and at most what the source's ranks hold."
     )
     notifications: Counter[str] = counter("kvferry_notifications", "Notifications in calls of Notify.", kind=())
     refused: Counter[tuple[str, str]] = counter(

@@ -35,6 +35,7 @@ from kvferry_server.home import time_slices
 from kvferry_server.servicers import limits
 from kvferry_server.servicers.limits import MAX_GROUPS, MAX_NOTIFICATIONS, MAX_RELEASED_READS, MAX_RUNS
 from kvferry_server.servicers.lists import page
+from tests.support.examples import examples
 from tests.support.node_in_process import (
     TIMEOUT,
     Node,
@@ -228,7 +229,7 @@ async def test_transfers_of_many_ranks_are_listed_in_pages_that_arrive(tmp_path:
         assert len(found) == leases
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(
     shelves=st.dictionaries(
         st.sampled_from("abcd"), st.dictionaries(st.integers(0, 2**64 - 1), st.integers(0, 1 << 21), max_size=8)
