@@ -168,7 +168,7 @@ METRICS: tuple[Row, ...] = (
     ),
     _gauge(
         "engine_cache_bytes",
-        "As kvferry_cache_bytes, of an engine.",
+        "Bytes of the registered caches of an engine; memory that groups of one pool share counts once.",
         _by_engine(lambda engine, _: engine.cache_bytes),
         engine=(),
     ),

@@ -24,10 +24,6 @@ about 4, numbers of one byte 9, and groups of one block with the shortest names 
 
 DECODED_SPARE = 256 * 1024  # What a decoded request may take in any case: a thousand notifications without content, say
 
-MAX_DECODED_QUERIES = 16 << 20
-"""A decoded request for checksums: 524,288 places of one block each, in two lists, and the longest names of 4,096
-planes take 13 MiB."""
-
 MAX_FIELDS = 1 << 18
 """Fields that the walk over a request looks at to find its decoded size, not counting those of messages without lists:
 a quarter of a second of work. The largest geometries have 180,000, in regions of twenty bytes."""

@@ -160,10 +160,9 @@ class UnixListener(Listener):
             logger.info("replacing %s, which a killed server left", self._path)
 
     def _open_to_directory(self) -> None:
-        """Set the socket's mode so that users who may enter its directory may connect."""
-        entering = self._path.parent.stat().st_mode & 0o111
-        self._new.chmod(entering << 1 | entering << 2 | 0o600)
-        if entering & 0o001:
+        """Let users who may enter the socket's directory connect."""
+        self._new.chmod(0o666)
+        if self._path.parent.stat().st_mode & 0o001:
             logger.warning(
                 "every user of this host can connect to %s, because every user may enter its directory %s",
                 self._path,

@@ -116,21 +116,17 @@ def _run(loaded: Loaded, native: NativeLog, warnings: Iterable[str]) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL)
     try:
         uvloop.run(_serve(loaded, native))
-    except InternalError as error:
-        logger.critical("%s", error, exc_info=error.__cause__)
-        return 1
-    except KvferryError as error:
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:
+        if not isinstance(error, KvferryError) or isinstance(error, InternalError):
+            logger.critical("kvferryd has failed", exc_info=error)
         # As text for people, like all commands, unless the log is JSON.
-        if loaded.config.log_format == "json":
+        elif loaded.config.log_format == "json":
             logger.critical("%s", error)
         else:
             print(f"kvferryd: {error}", file=sys.stderr)
         return 2 if isinstance(error, InvalidInput) else 1
-    except ModuleNotFoundError:
-        raise
-    except Exception:
-        logger.critical("kvferryd has failed", exc_info=True)
-        return 1
     return 0
 
 
@@ -178,7 +174,9 @@ async def _serve(loaded: Loaded, native: NativeLog) -> None:
         _tell_systemd(*ready)
     if received is None:
         await server.stop(0)
+        # Raises the reason.
         await failed
+        return
     failed.cancel()
     drain = loaded.config.drain
     # Otherwise systemd kills the process when its own time for a stop is over.
@@ -201,7 +199,8 @@ async def _serve(loaded: Loaded, native: NativeLog) -> None:
 async def _next_signal(signals: asyncio.Queue[signal.Signals], ending: asyncio.Future[None]) -> signal.Signals | None:
     """Wait for the next signal. Returns None if `ending` has ended before."""
     coming = asyncio.ensure_future(signals.get())
-    await asyncio.wait([coming, ending], return_when=asyncio.FIRST_COMPLETED)
+    both: list[asyncio.Future[Any]] = [coming, ending]
+    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
     if coming.done():
         return coming.result()
     coming.cancel()

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
@@ -44,9 +43,6 @@ MAX_REQUEST_BYTES = {
     KV_TRANSFER + "Notify": MAX_NOTIFY_BYTES,
 }
 """Bytes of a request by method; `MAX_SMALL_REQUEST` of all other methods."""
-
-MAX_DECODED = {KV_TRANSFER + "ReadChecksums": limits.MAX_DECODED_QUERIES}
-"""Decoded bytes of a request, for methods whose lists hold less than their bytes could."""
 
 Decode: TypeAlias = Any  # The method `FromString` of a message's class
 
@@ -192,8 +188,7 @@ class Requests:
             if raw is grpc.aio.EOF:
                 raise InvalidField("request", "nothing", "one message")
             _check_size(raw, MAX_REQUEST_BYTES.get(method, limits.MAX_SMALL_REQUEST))
-            most = MAX_DECODED.get(method, sys.maxsize)
-            return await self._decoded(decode, raw, host, held, arrivals.turn, most), held
+            return await self._decoded(decode, raw, host, held, arrivals.turn), held
         except BaseException:
             held.free()
             raise
@@ -217,14 +212,12 @@ class Requests:
             arrivals.slots.release()
         return raw
 
-    async def _decoded(
-        self, decode: Decode, raw: bytes, host: str, held: HeldRequest, turn: asyncio.Lock, most: int
-    ) -> Any:
+    async def _decoded(self, decode: Decode, raw: bytes, host: str, held: HeldRequest, turn: asyncio.Lock) -> Any:
         shape = shape_of(decode.__self__.DESCRIPTOR)
         size = int(len(raw) * shape.factor) + shape.size
         if size > limits.COUNTED_REQUEST:
             held.count(len(raw))
-            size = await self._measured(raw, shape, host, most)
+            size = await self._measured(raw, shape, host)
         if size > limits.COUNTED_REQUEST:
             self.worked_on += size
         if size <= limits.HEAVY_REQUEST:
@@ -235,9 +228,9 @@ class Requests:
         held.count(size)
         return await self._worker.run(host, len(raw), lambda: _parsed(decode, raw))
 
-    async def _measured(self, raw: bytes, shape: Shape, host: str, most: int) -> int:
+    async def _measured(self, raw: bytes, shape: Shape, host: str) -> int:
         """Return the decoded size of a request; raises `InvalidField` if it is too large."""
-        found = Decoded(raw, shape, most)
+        found = Decoded(raw, shape)
         short = len(raw) <= MAX_INLINE_BYTES
         await self._time_slices.begin(host, short=short)
         for _ in found.walk():

@@ -17,9 +17,9 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import SERVICE_NAME as HEALTH
 from grpc_health.v1.health import aio as health_aio
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+from grpc_reflection.v1alpha import reflection_pb2_grpc
 from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION
 from grpc_reflection.v1alpha.reflection import aio as reflection_aio
-from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 
 from kvferry._directory.directory import checked_home
 from kvferry._directory.opening import open_directory
@@ -301,7 +301,8 @@ class NodeServer:
         def add_services(server: Any) -> None:
             add_servicers(server, self.home, relays, self._worker, names, drain=self.drain, call_limits=limits)
             add_HealthServicer_to_server(self._health, server)
-            add_ServerReflectionServicer_to_server(reflection_aio.ReflectionServicer(OFFERED), server)
+            reflection: Any = reflection_pb2_grpc
+            reflection.add_ServerReflectionServicer_to_server(reflection_aio.ReflectionServicer(OFFERED), server)
 
         self._guards.append(guard)
         listener.server.offer(guard, add_services)
