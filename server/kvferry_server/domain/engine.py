@@ -15,7 +15,7 @@ from kvferry.errors import EngineIncomplete, HomeRecovering, PublicationStale, W
 from kvferry.geometry.model import Group
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.limits import MAX_NAMED_NODES, MAX_NAMED_RANKS, MAX_SKIPPED, Budget
+from kvferry_server.domain.limits import MAX_NAMED_NODES, MAX_NAMED_RANKS, MAX_SKIPPED
 from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.registrations import EngineDescription, Registration
 from kvferry_server.domain.router_keys import RouterKeys
@@ -33,7 +33,6 @@ class Engine:
     ref: EngineRef
     times: Times
     secret: bytes = field(repr=False)  # session secret, from which the keys of references are derived
-    waiting_reads: Budget  # live leases on publications that have not arrived, by the reader's host
     router_keys: RouterKeys
     lost_at: float | None = None  # when the scheduler's Watch ended; None while the Watch is open
     # The scheduler's Watch has been lost for `engine_ttl`. It may still come back and get its releases.

@@ -180,7 +180,7 @@ class Lessor:
     def decline(self, source: EngineRef, number: int, key: bytes) -> None:
         """End a publication that will not be read: it is released at once, or when its last live lease ends. A decline
         before the publication arrives is remembered for `max_wait` seconds. Idempotent. Raises `WrongKey`, and
-        `LimitReached` if too many publications of the engine were declined before they arrived."""
+        `LimitReached` if the engine has too many publications."""
         engine, publication, now = self._records.begin_with(source, number)
         engine.check_key(number, key)
         if publication is not None and publication.stage is not PublicationStage.AWAITED:
@@ -189,7 +189,6 @@ class Lessor:
         if publication is None and not engine.may_arrive(number, now):
             return
         if publication is None or publication not in engine.declined:
-            check_limit("waiting_declines", len(engine.declined), self._limits.waiting_declines, self._times.ttl)
             self._memory.check(source, PUBLICATION_BYTES)
             publication = publication or self._records.add_awaited(engine, number)
             engine.declined.add(publication)
@@ -250,8 +249,6 @@ class Lessor:
             check_limit("reads", len(publication.reads), self._limits.reads, retry_after)
         else:
             size += PUBLICATION_BYTES
-        if publication is None or publication.stage is PublicationStage.AWAITED:
-            check_budget("waiting_reads", engine.waiting_reads, request.holder, retry_after)
         self._memory.check(engine.ref, size)
         if publication is None:
             publication = self._records.add_awaited(engine, request.read.publication)

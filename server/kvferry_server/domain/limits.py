@@ -28,7 +28,7 @@ class Limits:
     An engine, and all engines of one host together, get at most as much as stays free."""
     engine_memory: int = 1 << 20  # Bytes that every engine gets, whatever the others hold
     retired: int = 16_384  # Retired incarnations that are refused
-    publications: int = 65_536  # Publications of one engine whose release is not acknowledged
+    publications: int = 65_536  # Publications of one engine that readers wait for, or whose release is not acknowledged
     checksum_bytes: int = 1 << 28  # Bytes of checksums for the unreleased publications of one engine
     reads: int = 1024  # Reads of one publication, including ended ones
     raised_reads: int = 64
@@ -36,9 +36,6 @@ class Limits:
     leases: int = 262_144
     """Leases at a home, including ended ones whose outcome is kept. The publications of one engine get at most as many
     as stay free."""
-    waiting_reads: int = 4096
-    """Live leases on publications of one engine that have not arrived. A reader gets at most as many as stay free."""
-    waiting_declines: int = 4096  # Publications of one engine that were declined before they arrived
     router_keys: int = 65_536
     """Reads that wait under routers' keys at a home; and as many declines under keys whose publications have not
     arrived. A caller gets at most as many as stay free."""

@@ -18,7 +18,7 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.journal import Journal
-from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Budget, Limits, MemoryBudget
+from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Budget, Limits, MemoryBudget, check_limit
 from kvferry_server.domain.publications import PUBLICATION_BYTES, Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.reads import LeaseState, ReadKey, RevokeReason
 from kvferry_server.domain.router_keys import Question, QuestionOutcome, RouterKeys, WaitingRead
@@ -164,9 +164,8 @@ class Records:
             engine.begin_again()
             return engine
         router_keys = RouterKeys(ref, self.memory, self._router_declines)
-        engine = Engine(ref, self.times, secret, Budget(self.limits.waiting_reads), router_keys)
-        self.engines[ref] = engine
-        return engine
+        self.engines[ref] = Engine(ref, self.times, secret, router_keys)
+        return self.engines[ref]
 
     def add_lease(self, lease: Lease) -> None:
         publication = lease.publication
@@ -178,12 +177,12 @@ class Records:
         publication.reads.append(lease)
         self.lease_budget.take(publication.source)
         self.memory.take(publication.source, lease.request.size)
-        if publication.stage is PublicationStage.AWAITED:
-            engine.waiting_reads.take(lease.request.holder)
         self.deadlines.put(lease, self._on_lease_due)
         self.journal.lease_granted(lease)
 
     def add_awaited(self, engine: Engine, number: int) -> PublicationRecord:
+        """Add a publication that has not arrived. Raises `LimitReached` if the engine has too many."""
+        check_limit("publications", len(engine.publications), self.limits.publications, self.times.ttl)
         publication = engine.publications[number] = PublicationRecord(engine.ref, number)
         self.memory.take(engine.ref, PUBLICATION_BYTES)
         self.journal.moved(publication, None, self.clock.now())
@@ -193,8 +192,6 @@ class Records:
         """Note that an awaited publication has arrived: its number is now in use, and afterwards stale for ever."""
         engine.see(publication.number, now)
         engine.pinned[publication] = None
-        for lease in publication.leases:
-            engine.waiting_reads.give(lease.request.holder)
         publication.first_at = now
         self.move(publication, PublicationStage.PUBLISHING, now)
 
@@ -230,8 +227,6 @@ class Records:
         publication = lease.publication
         engine = self.engines[publication.source]
         engine.live_leases -= 1
-        if publication.stage is PublicationStage.AWAITED:
-            engine.waiting_reads.give(lease.request.holder)
         self.journal.lease_ended(lease, state, now)
         lease.ended_as = state
         lease.forget_at = now + self.times.keep_outcome

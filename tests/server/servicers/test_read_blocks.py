@@ -378,7 +378,7 @@ async def test_wrong_key_is_refused_before_the_publication_arrives(ready: Node) 
 
 
 async def test_reads_beyond_a_limit_get_a_retry_delay(tmp_path: Path) -> None:
-    async with running(tmp_path, Limits(waiting_reads=1)) as node:
+    async with running(tmp_path, Limits(publications=1)) as node:
         await node.open_engine()
         await node.register()
         await node.read(1)
