@@ -245,7 +245,7 @@ class Requests:
         await held.arrivals.turn.acquire()
         held.has_turn = True
         held.count(size)
-        return await self._worker.run(host, len(raw), lambda: _parsed(decode, raw))
+        return await self._worker.run(host, lambda: _parsed(decode, raw))
 
     async def _measured(self, raw: bytes, shape: Shape, host: str, most: int) -> int:
         """Return the decoded size of a request; raises `InvalidField` if it is too large."""

@@ -90,7 +90,7 @@ async def read_checksums(
             response.checksums.append(part)
         return response
 
-    return answer() if size <= limits.MAX_INLINE_BYTES else await worker.run(host, size, answer)
+    return answer() if size <= limits.MAX_INLINE_BYTES else await worker.run(host, answer)
 
 
 def _queries(request: pb.ReadChecksumsRequest) -> list[tuple[pb.ChecksumQuery, Interval, Indexes]]:

@@ -22,7 +22,7 @@ from kvferry_server.domain.reads import LeaseRequest
 from kvferry_server.domain.routing import unless_all_refuse
 from kvferry_server.home.home import Home
 from kvferry_server.servicers import checks, decode, encode
-from kvferry_server.servicers.callers import Context, NamesOf, names_of, on_end, relaying, remote_host
+from kvferry_server.servicers.callers import Context, NamesOf, names_of, relaying, remote_host
 from kvferry_server.servicers.checksums import read_checksums
 from kvferry_server.servicers.limits import MAX_DIGESTED_BYTES, READ_BYTES, READ_STEPS
 from kvferry_server.servicers.notify import notify
@@ -50,8 +50,8 @@ class KVTransfer(KVTransferServicer):
         home.check_not_draining()
         relayed = self._relays.applies(request.home, request.relayed_by)
         secret = checks.exactly("session_secret", request.session_secret, SECRET_BYTES)
-        host, size = remote_host(context), request.ByteSize()
-        registration = await self._worker.run(host, size, lambda: decode.registration(request))
+        host = remote_host(context)
+        registration = await self._worker.run(host, lambda: decode.registration(request))
         if relayed:
             with relaying(context):
                 return await self._relays.register_cache(request, self._caller(context))
@@ -60,7 +60,7 @@ class KVTransfer(KVTransferServicer):
         if whole is not None:
             # Checked before the registration counts, so that the rank may correct itself. Meanwhile no other rank can
             # become the last.
-            await self._worker.run(host, size, whole.check_complete)
+            await self._worker.run(host, whole.check_complete)
         with home.turn():
             engine = home.engines.register(registration, secret)
             reuse_after = home.engines.reuse_after(registration.engine)
@@ -93,9 +93,9 @@ class KVTransfer(KVTransferServicer):
                 engine = home.engines.find(reader)
             description = engine.check_readable()
         description.check_version(version)
-        own, host, size = engine.ref == reader, remote_host(context), request.ByteSize()
+        own, host = engine.ref == reader, remote_host(context)
         agents = reference is not None and not own
-        digest = decode.reader_digest(request) if size <= MAX_DIGESTED_BYTES and not own else b""
+        digest = decode.reader_digest(request) if not own and request.ByteSize() <= MAX_DIGESTED_BYTES else b""
 
         def answer() -> tuple[bytes, ...]:
             if not own:
@@ -107,7 +107,7 @@ class KVTransfer(KVTransferServicer):
 
         pages = description.made_pages(digest, agents=agents)
         if pages is None:
-            pages = await self._worker.run(host, size, answer)
+            pages = await self._worker.run(host, answer)
         for page in pages:
             with home.memory.hold(host or reader, host, len(page)):
                 yield page
@@ -117,16 +117,13 @@ class KVTransfer(KVTransferServicer):
     ) -> bytes:
         home = self._home
         check_caller(request.version)
-        host = remote_host(context)
-        lease_request = decode.lease_request(request, home.limits.ranks, self._names_of(context), host)
+        names, host = self._names_of(context), remote_host(context)
+        lease_request = decode.lease_request(request, home.limits.ranks, names, host)
         lease_id = checks.random_bytes("lease_id", request.lease_id, optional=True)
         wait = min(_time_to_wait(context), home.times.max_wait)
         if request.HasField("wait"):
             wait = min(wait, checks.seconds("wait", request.wait) or wait)
-        answer = await read_blocks(home, lease_request, wait, lease_id, request.next_step)
-        # Counted against the host of this call, not that of the lease's first call.
-        on_end(context, home.memory.hold(lease_request.holder, host, len(answer)).close)
-        return answer
+        return await read_blocks(home, lease_request, wait, lease_id, request.next_step)
 
     async def Notify(self, request: pb.NotifyRequest, context: Context) -> pb.NotifyResponse:
         check_caller(request.version)
