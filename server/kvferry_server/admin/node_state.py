@@ -17,7 +17,7 @@ from kvferry._wire.tls_files import TlsFiles
 from kvferry.stats import Distribution, counter, histogram, shown
 from kvferry_server.admin.limits import LAG_POLL, OVERDUE
 from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.event_log import EventLog
+from kvferry_server.domain.journal import EventLog
 from kvferry_server.domain.limits import Budget
 from kvferry_server.home.home import Home
 from kvferry_server.servicers.relay import Relays

@@ -17,7 +17,7 @@ from kvferry_server.admin.limits import MAX_LABEL, PAGE_SIZE
 from kvferry_server.admin.node_state import NodeState, Row, last_reads, overview
 from kvferry_server.admin.problems import Problem, problems
 from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.event_log import short
+from kvferry_server.domain.journal import short
 from kvferry_server.servicers import introspection
 
 TICKS = 4

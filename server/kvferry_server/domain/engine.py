@@ -14,12 +14,12 @@ from kvferry._wire.authority import PublicationKeys, engine_key
 from kvferry.errors import EngineIncomplete, HomeRecovering, PublicationStale, WrongKey
 from kvferry.geometry.model import Group
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NAMED_NODES, MAX_NAMED_RANKS, MAX_SKIPPED
 from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.registrations import EngineDescription, Registration
 from kvferry_server.domain.router_keys import RouterKeys
 from kvferry_server.domain.times import NEVER, Times
+from kvferry_server.domain.values import EngineRef
 from kvferry_server.domain.watch_feed import Feed, Process, Role
 
 STATES = ("ready", "incomplete", "lost", "dead")

@@ -12,7 +12,6 @@ from dataclasses import replace
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import BadReference, LeaseEnded, PublicationAborted, ServerDraining
 from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.identity import NOBODY, EngineRef, Names
 from kvferry_server.domain.limits import check_budget, check_limit
 from kvferry_server.domain.publications import (
     PUBLICATION_BYTES,
@@ -20,9 +19,13 @@ from kvferry_server.domain.publications import (
     PublicationRecord,
     PublicationStage,
 )
-from kvferry_server.domain.reads import (
+from kvferry_server.domain.records import Records
+from kvferry_server.domain.values import (
+    NOBODY,
+    EngineRef,
     LeaseRequest,
     LeaseState,
+    Names,
     RankOutcome,
     RankReport,
     ReadKey,
@@ -30,7 +33,6 @@ from kvferry_server.domain.reads import (
     RevokeReason,
     Verdict,
 )
-from kvferry_server.domain.records import Records
 
 
 class Lessor:

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kvferry.errors import LimitReached
-from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.values import EngineRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,8 @@ class MemoryBudget:
         answers costs that engine and its other readers nothing. Calls from an unknown host (empty) share what one host
         gets. Raises `LimitReached` if this caller, or its host, holds too much.
         """
-        caller, host = _Caller(caller), host or LOCAL
+        # Never equal to an engine, even if the caller uses an engine's name.
+        caller, host = f"caller {caller}", host or LOCAL
         if self._by_engine.held(caller) + size > CALLER_FLOOR_BYTES:
             self._check(caller, host, size)
         taken = ExitStack()
@@ -191,13 +192,3 @@ class MemoryBudget:
             limit="memory",
             value=self._by_engine.capacity,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Caller:
-    """A caller as a holder of the budget. Never equal to an engine, even if the caller uses an engine's name."""
-
-    name: Hashable
-
-    def __str__(self) -> str:
-        return f"caller {self.name}"

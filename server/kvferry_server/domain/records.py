@@ -16,13 +16,12 @@ from kvferry._wire.outcomes import MissReason, ReleaseOutcome
 from kvferry.errors import EngineUnknown, HomeRecovering
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.journal import Journal
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Budget, Limits, MemoryBudget, check_limit
 from kvferry_server.domain.publications import PUBLICATION_BYTES, Lease, PublicationRecord, PublicationStage
-from kvferry_server.domain.reads import LeaseState, ReadKey, RevokeReason
 from kvferry_server.domain.router_keys import Question, QuestionOutcome, RouterKeys, WaitingRead
 from kvferry_server.domain.times import NEVER, Clock, DeadlineQueue, Times
+from kvferry_server.domain.values import EngineRef, LeaseState, ReadKey, RevokeReason
 from kvferry_server.domain.watch_feed import Event, Feed
 
 Changed: TypeAlias = PublicationRecord | WaitingRead | Feed

@@ -21,8 +21,8 @@ from kvferry.geometry.overlap import check_apart
 from kvferry.planner.coverage import Indexed, check_complete, diff_indexed
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NOTED_READERS, MAX_REGION_CHECKS, RANK_PAGE_BYTES
+from kvferry_server.domain.values import EngineRef
 
 PLANE_BYTES = 512  # Bytes that a plane or group takes in memory beside its names, estimated
 REGISTRATION_BYTES = 4096  # Bytes that a registration takes beside planes, groups, identity and agent; estimated

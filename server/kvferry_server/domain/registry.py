@@ -27,15 +27,13 @@ from kvferry.errors import (
     WrongSession,
 )
 from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.event_log import short
-from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.journal import UNIX_PEER
+from kvferry_server.domain.journal import UNIX_PEER, short
 from kvferry_server.domain.limits import Budget, check_budget, check_limit
-from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.records import Records
 from kvferry_server.domain.registrations import OF_ENGINE, OF_RANK, EngineDescription, Registration, check_same
 from kvferry_server.domain.steps import check_step
 from kvferry_server.domain.times import RECOVERING_RETRY_AFTER
+from kvferry_server.domain.values import EngineRef, RevokeReason
 from kvferry_server.domain.watch_feed import Process
 
 REPLACED = "was replaced by another incarnation"

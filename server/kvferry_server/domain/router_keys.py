@@ -29,11 +29,10 @@ from dataclasses import dataclass, field, replace
 
 from kvferry._wire.outcomes import MissReason, ReleaseOutcome
 from kvferry.errors import PrefixMiss, RouterKeyUsed, WrongKey
-from kvferry_server.domain.identity import EngineRef, RouterKey
 from kvferry_server.domain.limits import MAX_PAST_ROUTER_KEYS, MAX_QUESTIONS, Budget, MemoryBudget, check_budget
 from kvferry_server.domain.publications import PublicationRecord, ended
-from kvferry_server.domain.reads import LeaseRequest
 from kvferry_server.domain.times import ENDED_KEPT, NEVER
+from kvferry_server.domain.values import EngineRef, LeaseRequest, RouterKey
 
 ROUTER_KEY_BYTES = 1024  # Bytes of the remembered key of a publication, estimated
 QUESTION_BYTES = 4096  # Bytes that a question takes in memory beside its prompt, until it is forgotten; estimated

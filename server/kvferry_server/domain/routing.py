@@ -19,12 +19,11 @@ from kvferry.errors import (
     WrongKey,
 )
 from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.identity import EngineRef, RouterKey
 from kvferry_server.domain.limits import Budget, check_budget
 from kvferry_server.domain.publications import PublicationRecord
-from kvferry_server.domain.reads import LeaseRequest
 from kvferry_server.domain.records import Records
 from kvferry_server.domain.router_keys import Ask, QuestionOutcome, WaitingRead
+from kvferry_server.domain.values import EngineRef, LeaseRequest, RouterKey
 
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")

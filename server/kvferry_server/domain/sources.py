@@ -14,14 +14,13 @@ from kvferry.errors import EngineIncomplete, InvalidField, PublicationStale, Ser
 from kvferry.geometry.model import Group
 from kvferry_server.domain.checksum_pages import ChecksumPage, check_indexes
 from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import check_limit
 from kvferry_server.domain.publications import PUBLICATION_BYTES, PublicationRecord, PublicationStage, check_follows
-from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.records import Records
 from kvferry_server.domain.router_keys import QuestionOutcome
 from kvferry_server.domain.steps import PublicationStep, check_step
 from kvferry_server.domain.times import ANSWER_HOLD
+from kvferry_server.domain.values import EngineRef, RevokeReason
 
 
 class Sources:

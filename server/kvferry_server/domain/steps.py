@@ -10,7 +10,7 @@ import numpy as np
 from kvferry.errors import BadBlock, InvalidField
 from kvferry.geometry.blocks import BlockRuns, Unfinished
 from kvferry.geometry.model import Group, GroupKind
-from kvferry_server.domain.identity import RouterKey
+from kvferry_server.domain.values import RouterKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from typing import TypeAlias
 
 from kvferry.errors import KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.router_keys import Question
+from kvferry_server.domain.values import EngineRef
 
 
 class Role(enum.IntEnum):

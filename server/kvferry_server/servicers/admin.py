@@ -11,7 +11,7 @@ from kvferry.errors import InvalidField, KvferryError, LeaseEnded
 from kvferry.v1 import admin_pb2 as apb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.admin_pb2_grpc import AdminServicer
-from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.values import EngineRef
 from kvferry_server.home.home import Home
 from kvferry_server.servicers import checks, encode
 from kvferry_server.servicers.callers import Context, NamesOf, caller

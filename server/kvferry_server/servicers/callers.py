@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from kvferry._tracing import calling_under, passed_on
-from kvferry_server.domain.identity import NOBODY, Names
+from kvferry_server.domain.values import NOBODY, Names
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 

@@ -10,7 +10,7 @@ from kvferry.geometry.plane import Interval
 from kvferry.planner.checksum import places_of
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.checksum_pages import ChecksumPage, Indexes
-from kvferry_server.domain.identity import EngineRef, Names
+from kvferry_server.domain.values import EngineRef, Names
 from kvferry_server.home.home import Home
 from kvferry_server.home.time_slices import TimeSlice
 from kvferry_server.servicers import checks, limits

@@ -33,12 +33,20 @@ from kvferry.geometry.blocks import BlockRuns, Unfinished
 from kvferry.geometry.model import AgentInfo, EngineGeometry
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import EngineRef, Names, RouterKey, RouterReference
 from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES
-from kvferry_server.domain.reads import LeaseRequest, RankOutcome, RankReport, ReadKey
 from kvferry_server.domain.registrations import Registration, engine_header
 from kvferry_server.domain.router_keys import Ask
 from kvferry_server.domain.steps import PublicationStep
+from kvferry_server.domain.values import (
+    EngineRef,
+    LeaseRequest,
+    Names,
+    RankOutcome,
+    RankReport,
+    ReadKey,
+    RouterKey,
+    RouterReference,
+)
 from kvferry_server.domain.watch_feed import Process, Role
 from kvferry_server.servicers import checks, limits
 

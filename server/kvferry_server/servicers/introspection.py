@@ -25,11 +25,11 @@ from kvferry.planner.plan import plan_read
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionServicer
-from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.registrations import engine_header
 from kvferry_server.domain.router_keys import WaitingRead
+from kvferry_server.domain.values import EngineRef
 from kvferry_server.home.home import Home
 from kvferry_server.servicers import checks, encode, limits
 from kvferry_server.servicers.callers import Context, remote_host

@@ -15,11 +15,10 @@ from kvferry.errors import InvalidField, PublicationTimeout, ServerDraining
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer
 from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NAMED_RANKS
 from kvferry_server.domain.publications import Lease, PublicationStage
-from kvferry_server.domain.reads import LeaseRequest
 from kvferry_server.domain.routing import unless_all_refuse
+from kvferry_server.domain.values import EngineRef, LeaseRequest
 from kvferry_server.home.home import Home
 from kvferry_server.servicers import checks, decode, encode
 from kvferry_server.servicers.callers import Context, NamesOf, names_of, relaying, remote_host

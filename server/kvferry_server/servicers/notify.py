@@ -11,8 +11,7 @@ from kvferry._wire.status import NOTIFICATION_ERROR_BYTES, to_notification_error
 from kvferry._wire.version import OURS_ENCODED
 from kvferry.errors import EngineUnknown, HomeRecovering, InvalidField, KvferryError, NotAllowed
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import EngineRef, RouterReference
-from kvferry_server.domain.reads import ReportAnswer
+from kvferry_server.domain.values import EngineRef, ReportAnswer, RouterReference
 from kvferry_server.home.home import Home
 from kvferry_server.home.time_slices import TimeSlice
 from kvferry_server.servicers import checks, decode

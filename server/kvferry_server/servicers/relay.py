@@ -36,9 +36,9 @@ from kvferry._wire.version import OURS_AS_RELAY, OURS_ENCODED, check_server
 from kvferry.errors import InvalidField, KvferryError, RelayLoop, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
-from kvferry_server.domain.event_log import EventLog
-from kvferry_server.domain.identity import Names
+from kvferry_server.domain.journal import EventLog
 from kvferry_server.domain.limits import Budget, check_budget
+from kvferry_server.domain.values import Names
 from kvferry_server.servicers import checks
 from kvferry_server.servicers.limits import MAX_RELAYED_CALLS, MAX_RELAYED_DECLINES
 

@@ -7,7 +7,7 @@ import pytest
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import EngineUnknown, HomeRecovering, LeaseEnded, PublicationStale
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.reads import LeaseState, RankOutcome, RevokeReason, Verdict
+from kvferry_server.domain.values import LeaseState, RankOutcome, RevokeReason, Verdict
 from tests.support.parties import D, E, P, Scene
 
 

@@ -10,11 +10,10 @@ import pytest
 
 from kvferry.errors import KvferryError, LeaseEnded
 from kvferry.v1 import errors_pb2
-from kvferry_server.domain.event_log import ALARMING, MOST_IN_WINDOW, ROUTINE, WINDOW, EventLog
-from kvferry_server.domain.journal import LAST_READS
+from kvferry_server.domain.journal import ALARMING, LAST_READS, MOST_IN_WINDOW, ROUTINE, WINDOW, EventLog
 from kvferry_server.domain.publications import Lease, PublicationStage
-from kvferry_server.domain.reads import RankOutcome
 from kvferry_server.domain.times import Times
+from kvferry_server.domain.values import RankOutcome
 from tests.support.parties import GROUPS, D, E, FakeClock, P, Scene, key
 
 EVENTS = "kvferry_server.events"

@@ -20,8 +20,8 @@ from kvferry.errors import (
 )
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Limits
 from kvferry_server.domain.publications import PublicationStage
-from kvferry_server.domain.reads import LeaseState, RankOutcome, RevokeReason, Verdict
 from kvferry_server.domain.times import Times
+from kvferry_server.domain.values import LeaseState, RankOutcome, RevokeReason, Verdict
 from tests.support.parties import SECRETS, TIMES, D, E, P, Scene, ask, done, key, read_id
 
 

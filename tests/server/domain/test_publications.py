@@ -29,7 +29,7 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain import publications
 from kvferry_server.domain.limits import MAX_SKIPPED, Limits
 from kvferry_server.domain.publications import PUBLICATION_BYTES, PublicationStage
-from kvferry_server.domain.reads import Verdict
+from kvferry_server.domain.values import Verdict
 from tests.support.parties import (
     FULL,
     P2,

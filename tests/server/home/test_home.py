@@ -13,8 +13,8 @@ from kvferry.errors import LimitReached, WatchTakenOver
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.publications import PublicationRecord
-from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.times import BOOT, Times
+from kvferry_server.domain.values import RevokeReason
 from kvferry_server.domain.watch_feed import Event, Feed, Process, Role
 from kvferry_server.home.home import EVENT_BYTES, Home
 from kvferry_server.servicers.watch import watch
