@@ -210,9 +210,9 @@ def last_reads(node: NodeState) -> list[Row]:
     with node.home.turn() as now:
         return [
             {
-                **asdict(read),
-                "began_s_ago": round(now - read.granted_at, 6),
-                "ended_s_ago": round(now - read.ended_at, 6),
+                **read,
+                "began_s_ago": round(now - read["granted_at"], 6),
+                "ended_s_ago": round(now - read["ended_at"], 6),
             }
             for read in node.home.journal.last_reads
         ]

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from typing import Any
 
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.stats import Distribution, counter, gauge, histogram, shown
@@ -131,22 +132,6 @@ EXPECTED_ENDS = frozenset({LeaseState.VALID, LeaseState.CANCELLED})  # Normal en
 
 
 @dataclass(frozen=True, slots=True)
-class EndedRead:
-    """A read that has ended, for the timeline. Times are seconds on the home's clock."""
-
-    lease_number: int  # the lease's public name
-    source: str  # engine_id
-    reader: str  # engine_id
-    publication: int
-    request_id: str  # of the publication; empty if it never arrived
-    state: str  # ``valid``, ``failed`` ...
-    granted_at: float
-    ended_at: float
-    bytes: int  # as its ranks reported
-    reason: str  # of the failure, if a rank reported one
-
-
-@dataclass(frozen=True, slots=True)
 class BadEnd:
     """What reads that ended badly have in common."""
 
@@ -213,7 +198,8 @@ class Journal:
     )
     live_leases: Counter[LeaseState] = field(default_factory=Counter)
     pinned: dict[PublicationRecord, None] = field(default_factory=dict)  # arrived and not released, oldest first
-    last_reads: deque[EndedRead] = field(default_factory=partial(deque, maxlen=LAST_READS))  # oldest first
+    # For the timeline, oldest first; times are seconds on the home's clock.
+    last_reads: deque[dict[str, Any]] = field(default_factory=partial(deque, maxlen=LAST_READS))
     # The number of reads, and when the last of them ended; the kind of the latest end comes last. Apart from the last
     # reads, of which a busy home forgets a bad one within a moment.
     bad_ends: dict[BadEnd, tuple[int, float]] = field(default_factory=dict)
@@ -277,18 +263,18 @@ class Journal:
             self.read_bytes += size
         publication, reader = lease.publication, lease.request.read.reader.engine_id
         self.last_reads.append(
-            EndedRead(
-                lease_number=lease.number,
-                source=publication.source.engine_id,
-                reader=reader,
-                publication=publication.number,
-                request_id=publication.request_id,
-                state=shown(state),
-                granted_at=lease.granted_at,
-                ended_at=now,
-                bytes=size,
-                reason=lease.reason,
-            )
+            {
+                "lease_number": lease.number,
+                "source": publication.source.engine_id,
+                "reader": reader,
+                "publication": publication.number,
+                "request_id": publication.request_id,
+                "state": shown(state),
+                "granted_at": lease.granted_at,
+                "ended_at": now,
+                "bytes": size,
+                "reason": lease.reason,
+            }
         )
         if state not in EXPECTED_ENDS:
             # A reader that leaves sooner has stopped to renew.

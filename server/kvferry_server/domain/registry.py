@@ -62,8 +62,8 @@ class Registry:
         return self._engines.values()
 
     def engines(self) -> Iterator[Engine]:
-        """Yield the engines that are not dead, ordered by engine_id."""
-        return (self._engines[ref] for ref in sorted(self._engines) if not self._engines[ref].dead)
+        """Yield the engines that are not dead."""
+        return (engine for engine in self._engines.values() if not engine.dead)
 
     def has_feed(self, process: Process) -> bool:
         """Whether a process has, or had, a Watch here."""

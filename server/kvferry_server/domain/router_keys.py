@@ -153,14 +153,6 @@ class RouterKeys:
         self._past: dict[str, _Past] = {}
         self._declined: dict[RouterKey, _Declined] = {}
 
-    def concerned(self, wanted: RouterKey) -> bool:
-        """Whether a publication has this key, or had it a short time ago, or a read waits with it, or a question."""
-        held, past = self._held.get(wanted.name), self._past.get(wanted.name)
-        keys = [waiting.router_key.key for waiting in self.who_waits(wanted.name)]
-        keys += [held.router_key.key] if held is not None and held.router_key is not None else []
-        keys += [past.key] if past is not None else []
-        return wanted in self.questions or any(hmac.compare_digest(key, wanted.key) for key in keys)
-
     def find(self, wanted: RouterKey, now: float) -> PublicationRecord | None:
         """Return the publication under a key; None: it has not arrived. Raises `WrongKey` if the publication of this
         name has another key, `PublicationReleased` if it was released and forgotten, or declined before it arrived,

@@ -87,7 +87,7 @@ class DeadlineQueue:
     deadline."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Timed, Callable[[Any, float], None]]] = []
+        self._heap: list[Any] = []  # Of (deadline, order, item, the function that acts)
         self._order = itertools.count()
 
     def put(self, item: Item, act: Callable[[Item, float], None]) -> None:
@@ -100,7 +100,7 @@ class DeadlineQueue:
 
     def next_deadline(self) -> float:
         """When to call `advance` next; `NEVER` if nothing is due."""
-        return self._heap[0][0] if self._heap else NEVER
+        return float(self._heap[0][0]) if self._heap else NEVER
 
     def advance(self, now: float, most: int) -> None:
         """Act on the items that are due, the earliest first. At most `most` items are looked at."""

@@ -92,10 +92,10 @@ def test_last_hundred_reads_are_kept() -> None:
         lease = scene.grant(number, name=f"read {number}")
         scene.report(lease, 0)
     kept = scene.records.journal.last_reads
-    assert [read.publication for read in kept] == list(range(31, LAST_READS + 31))
+    assert [read["publication"] for read in kept] == list(range(31, LAST_READS + 31))
     scene.wait(1000)
     assert len(kept) == LAST_READS
-    assert {read.state for read in kept} == {"valid"}
+    assert {read["state"] for read in kept} == {"valid"}
 
 
 def test_expired_lease_is_logged_as_a_warning_with_its_ids(caplog: pytest.LogCaptureFixture) -> None:

@@ -394,7 +394,7 @@ async def test_reported_bytes_count_up_to_the_bytes_that_the_source_holds(tmp_pa
         assert answer.read_ended.verdict == pb.VERDICT_VALID
         assert blocks
         assert node.home.journal.read_bytes == blocks * held
-        assert node.home.journal.last_reads[-1].bytes == blocks * held
+        assert node.home.journal.last_reads[-1]["bytes"] == blocks * held
 
 
 async def test_caches_that_are_larger_than_a_field_are_listed_as_the_most_that_it_holds(tmp_path: Path) -> None:
