@@ -1,5 +1,4 @@
-"""One incarnation of an engine at its home: its ranks, whether it and they are alive, its publications, and which
-publication numbers may still arrive."""
+"""One incarnation of an engine at its home: its ranks, whether they are alive, and its publications."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ STATES = ("ready", "incomplete", "lost", "dead")
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """One incarnation at its home, with its publications, also after it is `gone` while leases on them are live. All
-    times are seconds on the home's clock."""
+    """One incarnation, also after it is `gone`, while leases on it are live. Times are seconds on the home's clock."""
 
     ref: EngineRef
     times: Times
@@ -192,8 +190,7 @@ class Engine:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes that the pinned publications hold on all ranks that have registered. A block counts once for each
-        publication that holds it."""
+        """Bytes that the pinned publications hold on all ranks. A block counts for each publication that holds it."""
         return sum(count * self.block_bytes[group] for group, count in self.pinned_blocks.items())
 
     def unpin(self, publication: PublicationRecord) -> None:

@@ -56,7 +56,7 @@ _BARE = re.compile(r"[\w.:/@+\-\[\],]+", re.ASCII)
 
 
 class EventLog:
-    """Writes events, each kind at a bounded rate. Not thread-safe."""
+    """Writes events, each kind at a bounded rate."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -147,7 +147,7 @@ LIVE = (LeaseState.WAITING, LeaseState.READING)  # The states of live leases
 
 @dataclass(slots=True, eq=False)
 class Journal:
-    """The metrics and events of one home. Not thread-safe: it belongs to its home's event loop."""
+    """The metrics and events of one home."""
 
     clock: Clock
     engine_events: Counter[str] = counter(

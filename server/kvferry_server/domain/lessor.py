@@ -36,7 +36,7 @@ from kvferry_server.domain.values import (
 
 
 class Lessor:
-    """The calls of readers and routers. Not thread-safe: it belongs to its home's event loop."""
+    """The calls of readers and routers."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -104,8 +104,7 @@ class Lessor:
         return lease
 
     def leased(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> PublicationRecord:
-        """Return the publication of a live lease. Raises `LeaseEnded` if the lease is not live, `WrongIdentity` if
-        another caller acquired it."""
+        """Return the publication of a live lease. Raises `LeaseEnded`, and `WrongIdentity` for another caller."""
         lease, _ = self._lease(lease_id, reader, names)
         if lease is None:
             raise _unknown()
@@ -160,8 +159,7 @@ class Lessor:
         return answer
 
     def cancel(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> None:
-        """End a lease at once, for a reader that gives up (PROTOCOL, Leases 7). Idempotent. Raises `WrongIdentity` if
-        another caller acquired the lease."""
+        """End a lease at once, for a reader that gives up (PROTOCOL, Leases 7). Idempotent. Raises `WrongIdentity`."""
         lease, now = self._lease(lease_id, reader, names)
         if lease is not None and lease.live:
             self._records.end_lease(lease, LeaseState.CANCELLED, now)
@@ -230,8 +228,7 @@ class Lessor:
         return live
 
     def _lease(self, lease_id: bytes, reader: EngineRef, names: Names) -> tuple[Lease | None, float]:
-        """Act on what is due; return a lease of this reader (None: no record) and the present. Raises
-        `WrongIdentity`."""
+        """Act on what is due; return a reader's lease (None: no record) and the present. Raises `WrongIdentity`."""
         now = self._records.advance()
         lease = self._records.as_of(self._records.leases_by_id.get(lease_id), now)
         if lease is None or lease.request.read.reader != reader:
@@ -242,8 +239,7 @@ class Lessor:
     def _add_lease(
         self, engine: Engine, publication: PublicationRecord | None, request: LeaseRequest, now: float
     ) -> Lease:
-        """Add a lease on a publication; None: on an awaited publication without a record, which is added too. Raises
-        `LimitReached` if there is no room."""
+        """Add a lease on a publication; None: on one without a record, which is added too. Raises `LimitReached`."""
         retry_after = self._times.ttl
         check_budget("leases", self._records.lease_budget, engine.ref, retry_after)
         size = request.size

@@ -18,8 +18,7 @@ from kvferry_server.domain.values import EngineRef
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Counts, unless a field says bytes. Far above what working engines need; they bound what a faulty engine can
-    take."""
+    """Counts, unless a field says bytes. Far above what working engines need: they bound what a faulty one can take."""
 
     engines: int = 1024  # Engines at a home, including dead ones that may still come back
     ranks: int = 4096  # Ranks of one engine; also the parties of one read
@@ -34,8 +33,7 @@ class Limits:
     raised_reads: int = 64
     """Expected reads of a publication that a reader can state. The source may state up to `reads`."""
     leases: int = 262_144
-    """Leases at a home, including ended ones whose outcome is kept. The publications of one engine get at most as many
-    as stay free."""
+    """Leases at a home, with ended ones whose outcome is kept. Those on one engine get at most as many as stay free."""
     router_keys: int = 65_536
     """Reads that wait under routers' keys at a home; and as many declines under keys whose publications have not
     arrived. A caller gets at most as many as stay free."""
@@ -62,8 +60,7 @@ CALLER_FLOOR_BYTES = 64 << 10  # Bytes of unsent answers and questions that ever
 
 
 def check_limit(limit: str, count: int, most: int, retry_after: float) -> None:
-    """Raise `LimitReached` if there is no room for one more. `limit` names the limit in the error; `retry_after` is in
-    seconds."""
+    """Raise `LimitReached`, naming `limit`, if there is no room for one more. `retry_after` is in seconds."""
     if count >= most:
         raise LimitReached(
             f"{limit}: the server holds {count} of at most {most}", retry_after=retry_after, limit=limit, value=most
@@ -74,8 +71,7 @@ LOCAL = "callers on this host"  # Holder name for callers that cannot be told ap
 
 
 class Budget:
-    """A capacity that many holders share. Each holder gets `floor` as long as anything is free, whatever the others
-    hold; by default a 256th."""
+    """A capacity that many holders share. Each gets `floor`, by default a 256th, as long as anything is free."""
 
     def __init__(self, capacity: int, floor: int | None = None) -> None:
         self.capacity = capacity

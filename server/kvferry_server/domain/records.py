@@ -29,7 +29,7 @@ Changed: TypeAlias = PublicationRecord | WaitingRead | Feed
 
 
 class Records:
-    """The publications of each engine, and leases, of a home. Not thread-safe: it belongs to its home's event loop.
+    """The publications of each engine, and leases, of a home.
 
     Every public call of `Sources` and `Lessor` first calls `advance`, so that a lease is live exactly until its time,
     however late the home's timer is. The home's other parts share `clock`, `times`, `limits`, `memory` and `journal`,
@@ -113,8 +113,7 @@ class Records:
         return publication
 
     def as_of(self, lease: Lease | None, now: float) -> Lease | None:
-        """Return a lease as of the present, even if `advance` has not acted on its deadline yet; None: it is
-        forgotten."""
+        """Return a lease as of the present, even if `advance` has not acted on its deadline yet; None: forgotten."""
         if lease is None:
             return None
         while lease.due() <= now:
@@ -126,8 +125,7 @@ class Records:
         return self.of_engine(publication.source).key(publication.number)
 
     def live_leases(self, source: EngineRef | None = None) -> tuple[int, float]:
-        """Return the number of live leases on the publications of an incarnation (None: of all), and the seconds until
-        the last of them ends."""
+        """Return the number of live leases on an incarnation (None: on all), and the seconds until the last ends."""
         engines = [engine for ref, engine in self.engines.items() if source in (None, ref)]
         until = max((engine.live_until() for engine in engines), default=0.0)
         return sum(engine.live_leases for engine in engines), max(0.0, until - self.clock.now())
@@ -242,8 +240,7 @@ class Records:
         self._settle(publication, now)
 
     def end_question(self, question: Question, outcome: QuestionOutcome, why: MissReason | None = None) -> None:
-        """End an open question: its source is told, and the reads that wait for the answer look again. The only place
-        where a question ends."""
+        """End an open question: its source is told, and its readers look again. The only place where one ends."""
         engine = self.engines[question.source]
         now = self.clock.now()
         engine.router_keys.end_question(question, outcome, why, now)
@@ -257,8 +254,7 @@ class Records:
             self.end_question(question, QuestionOutcome.UNANSWERED)
 
     def end_all(self, engine: Engine, reason: RevokeReason) -> None:
-        """End all publications of an engine that is dead or gone. Live leases end at the time they had anyway; their
-        readers get the reason."""
+        """End all publications of an engine that is dead or gone. Live leases end at their time."""
         # First: the record of an engine that is gone ends with its last publication, which may be due now.
         self.end_questions(engine)
         now = self.advance()

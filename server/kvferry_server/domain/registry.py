@@ -40,8 +40,7 @@ REPLACED = "was replaced by another incarnation"
 
 
 class Registry:
-    """The engines whose home this is. Not thread-safe: it belongs to its home's event loop. The publications of an
-    engine, in the home's `records`, end with the engine."""
+    """The engines whose home this is. The publications of an engine, in the home's `records`, end with the engine."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -81,8 +80,7 @@ class Registry:
         raise self._unknown(ref.engine_id)
 
     def find_live(self, engine_id: str, incarnation: bytes = b"") -> Engine:
-        """Return an engine by its name and its incarnation (empty: any), for readers. Raises as `find`; a dead engine
-        is unknown."""
+        """Return an engine that is not dead, of this incarnation (empty: any), for readers. Raises as `find`."""
         engine = self.find(EngineRef(engine_id, incarnation)) if incarnation else self.find_named([engine_id])[0]
         if engine.dead:
             raise self._unknown(engine_id)
@@ -181,8 +179,7 @@ class Registry:
         self._refuse(ref, now)
 
     def retire(self, ref: EngineRef) -> None:
-        """End an incarnation for good, for its own scheduler, which stops. Call `check_session` before. Raises as
-        `find`."""
+        """End an incarnation for good, for its scheduler, which stops. Call `check_session` before. Raises as `find`."""
         now = self._records.advance()
         engine = self.find(ref)
         self._refuse(ref, now)

@@ -30,11 +30,11 @@ Answer = TypeVar("Answer")
 
 
 class Routing:
-    """The calls with references of routers on a home's records. Not thread-safe: it belongs to its home's event loop.
+    """The calls with references of routers on a home's records.
 
     `sources` are the living engines that a reference may mean: mostly one, but two names may fit, and a home that has
     just started cannot tell which of two incarnations is the older. The source is the engine that has the publication
-    under the router's key. A refusal or a full budget of another engine does not count: that engine may be an impostor.
+    under the router's key. A refusal of another engine does not count: that engine may be an impostor.
 
     `first_question`, the number of the first question, is another one at each start of a home: a miss that comes after
     a restart is about no question of the new start.

@@ -24,7 +24,7 @@ from kvferry_server.domain.values import EngineRef, RevokeReason
 
 
 class Sources:
-    """The calls of sources on a home's records. Not thread-safe: it belongs to its home's event loop."""
+    """The calls of sources on a home's records."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -137,8 +137,7 @@ class Sources:
     # Snapshots.
 
     def begin_snapshot(self, source: EngineRef, name: bytes = b"") -> None:
-        """Begin a snapshot, in which the source names all that it holds published. `end_snapshot` must repeat the
-        `name`."""
+        """Begin a snapshot, in which the source names all that it holds published. Its end must repeat the `name`."""
         engine, _ = self._records.begin(source)
         engine.snapshot, engine.snapshot_name = set(), name
 

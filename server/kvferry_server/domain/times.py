@@ -15,8 +15,7 @@ from kvferry.errors import InvalidField
 NEVER = math.inf
 
 ANSWER_HOLD = 10.0
-"""The longest hold, in seconds, of a publication that answers a question: its asker begins to read at once, or not at
-all."""
+"""The longest hold, in seconds, of a publication that answers a question: its asker reads at once, or not at all."""
 
 ENDED_KEPT = 2.0
 """Seconds for which the end of a question without a publication is remembered."""
@@ -83,8 +82,7 @@ Item = TypeVar("Item", bound=Timed)
 
 
 class DeadlineQueue:
-    """Deadlines in order. Moving a deadline later costs nothing: the queue looks at the item again at its old
-    deadline."""
+    """Deadlines in order. Moving one later costs nothing: the queue looks at the item again at its old deadline."""
 
     def __init__(self) -> None:
         self._heap: list[Any] = []  # Of (deadline, order, item, the function that acts)

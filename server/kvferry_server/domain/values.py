@@ -101,13 +101,12 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class ReadKey:
-    """The identity of a read: calls with equal keys belong to one read (PROTOCOL, Identities). `read_id` is the
-    reader's secret, 16 bytes."""
+    """The identity of a read: calls with equal keys belong to one read (PROTOCOL, Identities)."""
 
     source: EngineRef
     publication: int
     reader: EngineRef
-    read_id: bytes = field(repr=False)
+    read_id: bytes = field(repr=False)  # 16 bytes, a secret of the reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +125,7 @@ class LeaseRequest:
 
     @property
     def holder(self) -> Hashable:
-        """The holder in budgets for readers: the host, because readers choose their own names; the reader if its host
-        is unknown."""
+        """The holder in budgets: the host, because readers choose their own names; the reader if that is unknown."""
         return self.host or self.read.reader
 
     @property

@@ -1,5 +1,4 @@
-"""Feeds: the numbered events for the Watch of each process of an engine. A feed keeps a bounded number of them, for a
-Watch that keeps up, resumes or has lagged."""
+"""Feeds: the numbered events for the Watch of each process of an engine, bounded, so that a Watch may resume or lag."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ state until acknowledged. A question is state while it is open."""
 
 
 class Feed:
-    """The events of one process: the last `kept` of them. Not thread-safe."""
+    """The events of one process: the last `kept` of them."""
 
     def __init__(self, process: Process, kept: int) -> None:
         self.process = process
@@ -52,8 +51,7 @@ class Feed:
         self._questions: dict[int, int] = {}  # By number of an open question, the number of its event
 
     def push(self, event: Event) -> None:
-        """Add an event. A full feed drops its oldest event. The end of a question replaces the question, which takes
-        more memory."""
+        """Add an event; a full feed drops its oldest. The end of a question replaces the question."""
         self.sequence += 1
         if isinstance(event, Question):
             self._questions[event.number] = self.sequence

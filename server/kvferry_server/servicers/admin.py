@@ -91,8 +91,7 @@ class Admin(AdminServicer):
 
     @contextmanager
     def _audited(self, method: str, context: Context, values: dict[str, object]) -> Iterator[None]:
-        """Write a call's result to the audit log; an error within goes on to the caller. The guard refuses callers
-        without the role admin before this."""
+        """Write a call's result to the audit log. The guard refuses callers without the role admin before this."""
         result = "INTERNAL"
         try:
             yield

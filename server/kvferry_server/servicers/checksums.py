@@ -59,8 +59,7 @@ async def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishCh
 async def read_checksums(
     home: Home, worker: Worker, request: pb.ReadChecksumsRequest, names: Names, host: str
 ) -> pb.ReadChecksumsResponse:
-    """Answer a reader's ReadChecksums. Raises `InvalidField` if a query is malformed, or the answer does not fit one
-    message, and as `Lessor.leased`."""
+    """Answer ReadChecksums. Raises `InvalidField`, also if the answer fits no message, and as `Lessor.leased`."""
     reader = checks.engine_ref("reader", request.reader)
     lease_id = checks.random_bytes("lease_id", request.lease_id)
     queries = _queries(request)

@@ -28,8 +28,7 @@ def times(values: Times) -> pb.Times:
 
 
 def request_state(publication: PublicationRecord) -> ipb.RequestState.ValueType:
-    """Encode the state of a publication that has arrived. A publication that was forgotten meanwhile was released
-    before."""
+    """Encode the state of a publication that has arrived. One that was forgotten meanwhile was released before."""
     forgotten = publication.stage is PublicationStage.FORGOTTEN
     return ipb.RequestState.Value(f"REQUEST_STATE_{'RELEASED' if forgotten else publication.stage.name}")
 

@@ -204,8 +204,7 @@ async def read_blocks(
 
 
 async def _found(home: Home, request: LeaseRequest, waits_until: float, wait: float) -> LeaseRequest:
-    """Return the request for a lease. A read with a router's reference first waits here for its publication, without a
-    lease, because nothing is pinned for it yet."""
+    """Return the request for a lease. A read with a router's reference waits here, since nothing is pinned yet."""
     routed = request.routed
     if routed is None:
         return request
@@ -241,8 +240,7 @@ def _living(home: Home, sources: Sequence[EngineRef]) -> list[EngineRef]:
 
 
 def _granted(home: Home, request: LeaseRequest, lease_id: bytes) -> Lease:
-    """Grant a lease. A reader that shows the lease_id goes on even if its source is gone. Raises as `Lessor.grant` and
-    `Engine.check_readable`."""
+    """Grant a lease. A reader that shows the lease_id goes on even if its source is gone."""
     source = request.read.source
     with home.turn():
         if not (lease_id and home.lessor.has_lease(request.read, lease_id)):
