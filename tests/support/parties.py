@@ -14,7 +14,7 @@ from kvferry.geometry import Group, GroupKind, Interval, MemoryKind, MemoryRegio
 from kvferry.geometry.blocks import BlockRuns
 from kvferry.geometry.model import AgentInfo
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.engine import Engine
+from kvferry_server.domain.engine import Engine, Feed, Process, Role
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
@@ -33,7 +33,6 @@ from kvferry_server.domain.values import (
     ReadKey,
     ReportAnswer,
 )
-from kvferry_server.domain.watch_feed import Feed, Process, Role
 
 SECRETS: dict[EngineRef, bytes] = {}
 """Session secrets of the engines here."""

@@ -15,14 +15,13 @@ from typing import TypeAlias
 from kvferry._wire.outcomes import MissReason, ReleaseOutcome
 from kvferry.errors import EngineUnknown, HomeRecovering
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.engine import Engine
+from kvferry_server.domain.engine import Engine, Event, Feed
 from kvferry_server.domain.journal import Journal
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Budget, Limits, MemoryBudget, check_limit
 from kvferry_server.domain.publications import PUBLICATION_BYTES, Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.router_keys import Question, QuestionOutcome, RouterKeys, WaitingRead
 from kvferry_server.domain.times import NEVER, Clock, DeadlineQueue, Times
 from kvferry_server.domain.values import EngineRef, LeaseState, ReadKey, RevokeReason
-from kvferry_server.domain.watch_feed import Event, Feed
 
 Changed: TypeAlias = PublicationRecord | WaitingRead | Feed
 """A publication, a read under a router's key, or a feed, whose waiting calls must look for news again."""

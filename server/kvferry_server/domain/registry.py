@@ -26,7 +26,7 @@ from kvferry.errors import (
     PeerRestarted,
     WrongSession,
 )
-from kvferry_server.domain.engine import Engine
+from kvferry_server.domain.engine import Engine, Process
 from kvferry_server.domain.journal import UNIX_PEER, short
 from kvferry_server.domain.limits import Budget, check_budget, check_limit
 from kvferry_server.domain.records import Records
@@ -34,7 +34,6 @@ from kvferry_server.domain.registrations import OF_ENGINE, OF_RANK, EngineDescri
 from kvferry_server.domain.steps import check_step
 from kvferry_server.domain.times import RECOVERING_RETRY_AFTER
 from kvferry_server.domain.values import EngineRef, RevokeReason
-from kvferry_server.domain.watch_feed import Process
 
 REPLACED = "was replaced by another incarnation"
 
@@ -179,7 +178,7 @@ class Registry:
         self._refuse(ref, now)
 
     def retire(self, ref: EngineRef) -> None:
-        """End an incarnation for good, for its scheduler, which stops. Call `check_session` before. Raises as `find`."""
+        """End an incarnation for good, for its scheduler, after `check_session`. Raises as `find`."""
         now = self._records.advance()
         engine = self.find(ref)
         self._refuse(ref, now)

@@ -33,6 +33,7 @@ from kvferry.geometry.blocks import BlockRuns, Unfinished
 from kvferry.geometry.model import AgentInfo, EngineGeometry
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain.engine import Process, Role
 from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES
 from kvferry_server.domain.registrations import Registration, engine_header
 from kvferry_server.domain.router_keys import Ask
@@ -47,7 +48,6 @@ from kvferry_server.domain.values import (
     RouterKey,
     RouterReference,
 )
-from kvferry_server.domain.watch_feed import Process, Role
 from kvferry_server.servicers import checks, limits
 
 

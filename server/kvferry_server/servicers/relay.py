@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -53,8 +53,6 @@ OPEN_TIMEOUT = 5.0
 RANK_LEFT_TIMEOUT = 1.0
 
 RELAY_RETRY_AFTER = 1.0  # Retry delay, in seconds, when too many calls are relayed
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,11 +213,8 @@ class Relays:
             session_secret=request.session_secret,
             notifications=[pb.Notification(rank_left=pb.RankLeft(rank=request.rank))],
         )
-        try:
+        with suppress(grpc.RpcError):
             await stub.Notify(notice, timeout=RANK_LEFT_TIMEOUT)
-        except grpc.RpcError as error:
-            problem = from_rpc_error(error, request.home, self._tls)
-            logger.info("could not tell home %s that rank %d has left: %s", request.home, request.rank, problem)
 
     def _ended_watch(self, process: tuple[bytes, int], ending: asyncio.Task[None]) -> None:
         if self._endings.get(process) is ending:

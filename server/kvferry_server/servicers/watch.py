@@ -10,10 +10,10 @@ from kvferry._clock import to_duration
 from kvferry._wire.version import OURS_ENCODED
 from kvferry.errors import LimitReached, ServerDraining, WatchTakenOver
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain.engine import Event, Feed, Process
 from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.router_keys import Question
 from kvferry_server.domain.values import LeaseState
-from kvferry_server.domain.watch_feed import Event, Feed, Process
 from kvferry_server.home.home import Home
 from kvferry_server.servicers import encode
 from kvferry_server.servicers.limits import MAX_RELEASED_READS

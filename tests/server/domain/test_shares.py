@@ -12,13 +12,13 @@ import pytest
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import KvferryError, LimitReached, PublicationStale
 from kvferry.geometry.blocks import BlockRuns
+from kvferry_server.domain.engine import Process, Role
 from kvferry_server.domain.limits import Budget, Limits, MemoryBudget
 from kvferry_server.domain.publications import Lease
 from kvferry_server.domain.records import Records
 from kvferry_server.domain.registry import Registry
 from kvferry_server.domain.sources import Sources
 from kvferry_server.domain.values import EngineRef, Verdict
-from kvferry_server.domain.watch_feed import Process, Role
 from kvferry_server.home.home import Home
 from tests.support.parties import (
     GROUPS,

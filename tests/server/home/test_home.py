@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
 
 from kvferry._wire.outcomes import ReleaseOutcome
+from kvferry_server.domain.engine import Event, Feed, Process, Role
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.times import BOOT, Times
 from kvferry_server.domain.values import RevokeReason
-from kvferry_server.domain.watch_feed import Event, Feed, Process, Role
 from kvferry_server.home.home import Home
 from kvferry_server.servicers.watch import watch
 from tests.support.parties import P2, SECRETS, TIMES, D, E, FakeClock, P, arrived, ask, offer, registration

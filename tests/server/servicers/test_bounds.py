@@ -26,9 +26,9 @@ from kvferry.geometry import RankGeometry
 from kvferry.v1 import errors_pb2
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain.engine import Process, Role
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.values import EngineRef
-from kvferry_server.domain.watch_feed import Process, Role
 from kvferry_server.home import time_slices
 from kvferry_server.servicers import limits
 from kvferry_server.servicers.introspection import page
