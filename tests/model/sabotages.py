@@ -19,11 +19,20 @@ from kvferry.geometry.blocks import Unfinished
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain import lessor, records, registry, router_keys, routing, sources
 from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.identity import EngineRef, Names, RouterKey
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
-from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, ReportAnswer, RevokeReason, Verdict
 from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.domain.times import NEVER
+from kvferry_server.domain.values import (
+    EngineRef,
+    LeaseRequest,
+    LeaseState,
+    Names,
+    RankReport,
+    ReportAnswer,
+    RevokeReason,
+    RouterKey,
+    Verdict,
+)
 from kvferry_server.servicers import decode, introspection, kv_transfer
 from tests.model import readers
 from tests.model.hinted import HintedShare

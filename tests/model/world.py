@@ -13,10 +13,9 @@ from kvferry._wire.authority import SECRET_BYTES
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry._wire.reference import router_reference
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.publications import PublicationRecord
-from kvferry_server.domain.reads import LeaseState
 from kvferry_server.domain.router_keys import ROUTER_KEY_BYTES
+from kvferry_server.domain.values import EngineRef, LeaseState
 from tests.model.clocks import PartyClock, RealTime, Violation
 from tests.model.confusion import Router
 from tests.model.hinted import HintedShare

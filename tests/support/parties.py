@@ -14,19 +14,25 @@ from kvferry.geometry import Group, GroupKind, Interval, MemoryKind, MemoryRegio
 from kvferry.geometry.blocks import BlockRuns
 from kvferry.geometry.model import AgentInfo
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.engine import Engine, Feed, Process, Role
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
-from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankOutcome, RankReport, ReadKey, ReportAnswer
 from kvferry_server.domain.records import Changed, Records
 from kvferry_server.domain.registrations import Registration
 from kvferry_server.domain.registry import Registry
 from kvferry_server.domain.sources import Sources
 from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.domain.times import Times
-from kvferry_server.domain.watch_feed import Feed, Process, Role
+from kvferry_server.domain.values import (
+    EngineRef,
+    LeaseRequest,
+    LeaseState,
+    RankOutcome,
+    RankReport,
+    ReadKey,
+    ReportAnswer,
+)
 
 SECRETS: dict[EngineRef, bytes] = {}
 """Session secrets of the engines here."""

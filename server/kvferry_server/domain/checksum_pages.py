@@ -79,7 +79,7 @@ class ChecksumPage:
 
 @dataclass(slots=True, eq=False)
 class Checksums:
-    """The checksums of one publication. Not thread-safe; its pages may be read in any thread."""
+    """The checksums of one publication. Its pages may be read in any thread."""
 
     done: set[int] = field(default_factory=set)  # ranks that have sent all their checksums
     size: int = 0  # estimated bytes of the pages in memory

@@ -1,28 +1,125 @@
-"""The journal of a home: its metrics, its last reads, and a line in the event log for each event.
+"""The journal of a home: its metrics, its last reads, and its event log, one structured line for each event.
 
 A metric is a field of `Journal`, with its name, its labels and its explanation, and one line at the event; metrics that
 can be computed when scraped are in `kvferry_server.admin.metrics`.
 
-Events of single requests are logged at DEBUG, so that a thousand requests a second write nothing at INFO. Bad ends, and
-events of engines and ranks, are logged at INFO or WARNING, each kind at a bounded rate.
+An event has a name and fields. Any handler of Python's `logging` writes ``name key=value ...``; formatters for programs
+find the fields as attributes of the record, the name as `event`. Names of events and fields are fixed; values may come
+from strangers and are quoted, so that no value can forge a line or a field. Events of single requests are logged at
+DEBUG. Bad ends, and events of engines and ranks, are logged at INFO or WARNING, each kind at a bounded rate.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
+from typing import Any
 
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.stats import Distribution, counter, gauge, histogram, shown
-from kvferry_server.domain.event_log import EventLog, short
-from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
-from kvferry_server.domain.reads import LeaseState, RevokeReason, Verdict
 from kvferry_server.domain.router_keys import Question, QuestionOutcome
 from kvferry_server.domain.times import Clock
+from kvferry_server.domain.values import EngineRef, LeaseState, RevokeReason, Verdict
+
+# In so many seconds an event is written at most so many times; the next one written has the number left out.
+WINDOW, MOST_IN_WINDOW = 10.0, 20
+MAX_KEYS = 1024  # Kinds of events that are told apart. This code names far fewer.
+
+OUTCOMES = ("outcome", "verdict", "state", "reason")
+"""Fields, the first of which tells events of one name apart."""
+
+NAMING = (
+    *("engine_id", "identity", "incarnation", "lease_number", "limit", "missing_ranks", "nodes", "publication", "rank"),
+    *("request_id", "role"),
+)
+"""Values of an error that are ids; listings show them too."""
+
+ALARMING = {
+    *("BAD_AGENT_METADATA", "ENGINE_ID_IN_USE", "INTERNAL", "LIMIT", "NOT_ALLOWED", "WRONG_IDENTITY", "WRONG_KEY"),
+    "WRONG_SESSION",
+}
+"""Reasons of refusals that an operator should look at."""
+
+ROUTINE = {"PREFIX_MISS", "PUBLICATION_TIMEOUT"}
+"""Reasons of refusals that are normal answers: the reader computes the prompt, or asks again."""
+
+logger = logging.getLogger("kvferry_server.events")
+
+_BARE = re.compile(r"[\w.:/@+\-\[\],]+", re.ASCII)
+
+
+class EventLog:
+    """Writes events, each kind at a bounded rate."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        # By kind: start of its window, number of events written in it, number left out.
+        self._windows: dict[str, tuple[float, int, int]] = {}
+
+    def writes(self, level: int) -> bool:
+        """Whether events of a level are written; to be asked before fields are put together."""
+        return logger.isEnabledFor(level)
+
+    def write(self, level: int, name: str, fields: Mapping[str, object], *, kind: str = "") -> None:
+        """Write an event, without fields whose value is None. Only events from INFO on are limited in rate, all events
+        of one `kind` (empty: the name with the outcome) together."""
+        if not self.writes(level):
+            return
+        outcome = next((fields[field] for field in OUTCOMES if fields.get(field) is not None), "")
+        left_out = self._left_out(kind or f"{name} {outcome}") if level >= logging.INFO else 0
+        if left_out is None:
+            return
+        named = {key: value.name if isinstance(value, Enum) else value for key, value in fields.items()}
+        given = {key: value for key, value in named.items() if value is not None}
+        if left_out:
+            given["left_out"] = left_out
+        text = "".join(f" {key}={quoted(value)}" for key, value in given.items())
+        logger.log(level, "%s%s", name, text, extra={"event": name, **given})
+
+    def refusal(self, method: str, reason: str, values: Mapping[str, str], more: Mapping[str, object]) -> None:
+        """Log that a call was refused, at a level that depends on the reason. Of the error's `values` only those in
+        `NAMING` are written: others may hold what the caller sent."""
+        level = logging.WARNING if reason in ALARMING else logging.DEBUG if reason in ROUTINE else logging.INFO
+        named = {name: value for name, value in values.items() if name in NAMING}
+        if "incarnation" in named:
+            named["incarnation"] = named["incarnation"][:8]
+        fields = {"method": method, "reason": reason, **named, **more}
+        self.write(level, "refused", fields, kind=f"refused {method} {reason}")
+
+    def _left_out(self, kind: str) -> int | None:
+        """Return how many events of a kind were left out since the last written one; None: leave this one out too."""
+        now = self._clock.now()
+        if len(self._windows) >= MAX_KEYS:
+            self._windows.clear()
+        began, written, left_out = self._windows.get(kind, (now, 0, 0))
+        if now - began >= WINDOW:
+            began, written = now, 0
+        if written >= MOST_IN_WINDOW:
+            self._windows[kind] = began, written, left_out + 1
+            return None
+        self._windows[kind] = began, written + 1, 0
+        return left_out
+
+
+def short(incarnation: bytes) -> str:
+    """Return the first digits of an incarnation, enough to tell two starts of one engine apart."""
+    return incarnation.hex()[:8]
+
+
+def quoted(value: object) -> str:
+    """Return a value as text without blanks, line ends or quotes of its own."""
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    text = str(value)
+    return text if _BARE.fullmatch(text) else json.dumps(text)
+
 
 LAST_READS = 100  # Ended reads that are kept, even after their records are forgotten; and kinds of bad ends
 RECENT = 600.0  # Seconds without another one after which bad ends of a kind are forgotten
@@ -32,22 +129,6 @@ LASTING = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0
 UNIX_PEER = "unix"  # The peer, in events, of callers on the UNIX socket, which cannot be told apart
 EXPECTED_OUTCOMES = frozenset({ReleaseOutcome.READ, ReleaseOutcome.DECLINED})  # Normal, of publications
 EXPECTED_ENDS = frozenset({LeaseState.VALID, LeaseState.CANCELLED})  # Normal ends of leases
-
-
-@dataclass(frozen=True, slots=True)
-class EndedRead:
-    """A read that has ended, for the timeline. Times are seconds on the home's clock."""
-
-    lease_number: int  # the lease's public name
-    source: str  # engine_id
-    reader: str  # engine_id
-    publication: int
-    request_id: str  # of the publication; empty if it never arrived
-    state: str  # ``valid``, ``failed`` ...
-    granted_at: float
-    ended_at: float
-    bytes: int  # as its ranks reported
-    reason: str  # of the failure, if a rank reported one
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +147,7 @@ LIVE = (LeaseState.WAITING, LeaseState.READING)  # The states of live leases
 
 @dataclass(slots=True, eq=False)
 class Journal:
-    """The metrics and events of one home. Not thread-safe: it belongs to its home's event loop."""
+    """The metrics and events of one home."""
 
     clock: Clock
     engine_events: Counter[str] = counter(
@@ -115,7 +196,8 @@ class Journal:
     )
     live_leases: Counter[LeaseState] = field(default_factory=Counter)
     pinned: dict[PublicationRecord, None] = field(default_factory=dict)  # arrived and not released, oldest first
-    last_reads: deque[EndedRead] = field(default_factory=partial(deque, maxlen=LAST_READS))  # oldest first
+    # For the timeline, oldest first; times are seconds on the home's clock.
+    last_reads: deque[dict[str, Any]] = field(default_factory=partial(deque, maxlen=LAST_READS))
     # The number of reads, and when the last of them ended; the kind of the latest end comes last. Apart from the last
     # reads, of which a busy home forgets a bad one within a moment.
     bad_ends: dict[BadEnd, tuple[int, float]] = field(default_factory=dict)
@@ -179,18 +261,18 @@ class Journal:
             self.read_bytes += size
         publication, reader = lease.publication, lease.request.read.reader.engine_id
         self.last_reads.append(
-            EndedRead(
-                lease_number=lease.number,
-                source=publication.source.engine_id,
-                reader=reader,
-                publication=publication.number,
-                request_id=publication.request_id,
-                state=shown(state),
-                granted_at=lease.granted_at,
-                ended_at=now,
-                bytes=size,
-                reason=lease.reason,
-            )
+            {
+                "lease_number": lease.number,
+                "source": publication.source.engine_id,
+                "reader": reader,
+                "publication": publication.number,
+                "request_id": publication.request_id,
+                "state": shown(state),
+                "granted_at": lease.granted_at,
+                "ended_at": now,
+                "bytes": size,
+                "reason": lease.reason,
+            }
         )
         if state not in EXPECTED_ENDS:
             # A reader that leaves sooner has stopped to renew.

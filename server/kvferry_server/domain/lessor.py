@@ -12,7 +12,6 @@ from dataclasses import replace
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import BadReference, LeaseEnded, PublicationAborted, ServerDraining
 from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.identity import NOBODY, EngineRef, Names
 from kvferry_server.domain.limits import check_budget, check_limit
 from kvferry_server.domain.publications import (
     PUBLICATION_BYTES,
@@ -20,9 +19,13 @@ from kvferry_server.domain.publications import (
     PublicationRecord,
     PublicationStage,
 )
-from kvferry_server.domain.reads import (
+from kvferry_server.domain.records import Records
+from kvferry_server.domain.values import (
+    NOBODY,
+    EngineRef,
     LeaseRequest,
     LeaseState,
+    Names,
     RankOutcome,
     RankReport,
     ReadKey,
@@ -30,11 +33,10 @@ from kvferry_server.domain.reads import (
     RevokeReason,
     Verdict,
 )
-from kvferry_server.domain.records import Records
 
 
 class Lessor:
-    """The calls of readers and routers. Not thread-safe: it belongs to its home's event loop."""
+    """The calls of readers and routers."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -102,8 +104,7 @@ class Lessor:
         return lease
 
     def leased(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> PublicationRecord:
-        """Return the publication of a live lease. Raises `LeaseEnded` if the lease is not live, `WrongIdentity` if
-        another caller acquired it."""
+        """Return the publication of a live lease. Raises `LeaseEnded`, and `WrongIdentity` for another caller."""
         lease, _ = self._lease(lease_id, reader, names)
         if lease is None:
             raise _unknown()
@@ -158,8 +159,7 @@ class Lessor:
         return answer
 
     def cancel(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> None:
-        """End a lease at once, for a reader that gives up (PROTOCOL, Leases 7). Idempotent. Raises `WrongIdentity` if
-        another caller acquired the lease."""
+        """End a lease at once, for a reader that gives up (PROTOCOL, Leases 7). Idempotent. Raises `WrongIdentity`."""
         lease, now = self._lease(lease_id, reader, names)
         if lease is not None and lease.live:
             self._records.end_lease(lease, LeaseState.CANCELLED, now)
@@ -180,7 +180,7 @@ class Lessor:
     def decline(self, source: EngineRef, number: int, key: bytes) -> None:
         """End a publication that will not be read: it is released at once, or when its last live lease ends. A decline
         before the publication arrives is remembered for `max_wait` seconds. Idempotent. Raises `WrongKey`, and
-        `LimitReached` if too many publications of the engine were declined before they arrived."""
+        `LimitReached` if the engine has too many publications."""
         engine, publication, now = self._records.begin_with(source, number)
         engine.check_key(number, key)
         if publication is not None and publication.stage is not PublicationStage.AWAITED:
@@ -189,7 +189,6 @@ class Lessor:
         if publication is None and not engine.may_arrive(number, now):
             return
         if publication is None or publication not in engine.declined:
-            check_limit("waiting_declines", len(engine.declined), self._limits.waiting_declines, self._times.ttl)
             self._memory.check(source, PUBLICATION_BYTES)
             publication = publication or self._records.add_awaited(engine, number)
             engine.declined.add(publication)
@@ -229,8 +228,7 @@ class Lessor:
         return live
 
     def _lease(self, lease_id: bytes, reader: EngineRef, names: Names) -> tuple[Lease | None, float]:
-        """Act on what is due; return a lease of this reader (None: no record) and the present. Raises
-        `WrongIdentity`."""
+        """Act on what is due; return a reader's lease (None: no record) and the present. Raises `WrongIdentity`."""
         now = self._records.advance()
         lease = self._records.as_of(self._records.leases_by_id.get(lease_id), now)
         if lease is None or lease.request.read.reader != reader:
@@ -241,8 +239,7 @@ class Lessor:
     def _add_lease(
         self, engine: Engine, publication: PublicationRecord | None, request: LeaseRequest, now: float
     ) -> Lease:
-        """Add a lease on a publication; None: on an awaited publication without a record, which is added too. Raises
-        `LimitReached` if there is no room."""
+        """Add a lease on a publication; None: on one without a record, which is added too. Raises `LimitReached`."""
         retry_after = self._times.ttl
         check_budget("leases", self._records.lease_budget, engine.ref, retry_after)
         size = request.size
@@ -250,8 +247,6 @@ class Lessor:
             check_limit("reads", len(publication.reads), self._limits.reads, retry_after)
         else:
             size += PUBLICATION_BYTES
-        if publication is None or publication.stage is PublicationStage.AWAITED:
-            check_budget("waiting_reads", engine.waiting_reads, request.holder, retry_after)
         self._memory.check(engine.ref, size)
         if publication is None:
             publication = self._records.add_awaited(engine, request.read.publication)

@@ -20,10 +20,18 @@ from kvferry.errors import (
 )
 from kvferry.geometry.blocks import MAX_LAYERS, MAX_UNFINISHED
 from kvferry_server.domain.checksum_pages import Checksums
-from kvferry_server.domain.identity import EngineRef, Names, RouterKey
-from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, RevokeReason, Verdict
 from kvferry_server.domain.steps import PublicationStep, PublishedExtent
 from kvferry_server.domain.times import NEVER, Times
+from kvferry_server.domain.values import (
+    EngineRef,
+    LeaseRequest,
+    LeaseState,
+    Names,
+    RankReport,
+    RevokeReason,
+    RouterKey,
+    Verdict,
+)
 
 PUBLICATION_BYTES = 2048  # Bytes that a publication takes in memory beside its steps, until it is forgotten; estimated
 

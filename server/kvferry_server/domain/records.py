@@ -15,22 +15,20 @@ from typing import TypeAlias
 from kvferry._wire.outcomes import MissReason, ReleaseOutcome
 from kvferry.errors import EngineUnknown, HomeRecovering
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.engine import Engine, Event, Feed
 from kvferry_server.domain.journal import Journal
-from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Budget, Limits, MemoryBudget
+from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Budget, Limits, MemoryBudget, check_limit
 from kvferry_server.domain.publications import PUBLICATION_BYTES, Lease, PublicationRecord, PublicationStage
-from kvferry_server.domain.reads import LeaseState, ReadKey, RevokeReason
 from kvferry_server.domain.router_keys import Question, QuestionOutcome, RouterKeys, WaitingRead
 from kvferry_server.domain.times import NEVER, Clock, DeadlineQueue, Times
-from kvferry_server.domain.watch_feed import Event, Feed
+from kvferry_server.domain.values import EngineRef, LeaseState, ReadKey, RevokeReason
 
 Changed: TypeAlias = PublicationRecord | WaitingRead | Feed
 """A publication, a read under a router's key, or a feed, whose waiting calls must look for news again."""
 
 
 class Records:
-    """The publications of each engine, and leases, of a home. Not thread-safe: it belongs to its home's event loop.
+    """The publications of each engine, and leases, of a home.
 
     Every public call of `Sources` and `Lessor` first calls `advance`, so that a lease is live exactly until its time,
     however late the home's timer is. The home's other parts share `clock`, `times`, `limits`, `memory` and `journal`,
@@ -114,8 +112,7 @@ class Records:
         return publication
 
     def as_of(self, lease: Lease | None, now: float) -> Lease | None:
-        """Return a lease as of the present, even if `advance` has not acted on its deadline yet; None: it is
-        forgotten."""
+        """Return a lease as of the present, even if `advance` has not acted on its deadline yet; None: forgotten."""
         if lease is None:
             return None
         while lease.due() <= now:
@@ -127,8 +124,7 @@ class Records:
         return self.of_engine(publication.source).key(publication.number)
 
     def live_leases(self, source: EngineRef | None = None) -> tuple[int, float]:
-        """Return the number of live leases on the publications of an incarnation (None: of all), and the seconds until
-        the last of them ends."""
+        """Return the number of live leases on an incarnation (None: on all), and the seconds until the last ends."""
         engines = [engine for ref, engine in self.engines.items() if source in (None, ref)]
         until = max((engine.live_until() for engine in engines), default=0.0)
         return sum(engine.live_leases for engine in engines), max(0.0, until - self.clock.now())
@@ -164,9 +160,8 @@ class Records:
             engine.begin_again()
             return engine
         router_keys = RouterKeys(ref, self.memory, self._router_declines)
-        engine = Engine(ref, self.times, secret, Budget(self.limits.waiting_reads), router_keys)
-        self.engines[ref] = engine
-        return engine
+        self.engines[ref] = Engine(ref, self.times, secret, router_keys)
+        return self.engines[ref]
 
     def add_lease(self, lease: Lease) -> None:
         publication = lease.publication
@@ -178,12 +173,12 @@ class Records:
         publication.reads.append(lease)
         self.lease_budget.take(publication.source)
         self.memory.take(publication.source, lease.request.size)
-        if publication.stage is PublicationStage.AWAITED:
-            engine.waiting_reads.take(lease.request.holder)
         self.deadlines.put(lease, self._on_lease_due)
         self.journal.lease_granted(lease)
 
     def add_awaited(self, engine: Engine, number: int) -> PublicationRecord:
+        """Add a publication that has not arrived. Raises `LimitReached` if the engine has too many."""
+        check_limit("publications", len(engine.publications), self.limits.publications, self.times.ttl)
         publication = engine.publications[number] = PublicationRecord(engine.ref, number)
         self.memory.take(engine.ref, PUBLICATION_BYTES)
         self.journal.moved(publication, None, self.clock.now())
@@ -193,8 +188,6 @@ class Records:
         """Note that an awaited publication has arrived: its number is now in use, and afterwards stale for ever."""
         engine.see(publication.number, now)
         engine.pinned[publication] = None
-        for lease in publication.leases:
-            engine.waiting_reads.give(lease.request.holder)
         publication.first_at = now
         self.move(publication, PublicationStage.PUBLISHING, now)
 
@@ -230,8 +223,6 @@ class Records:
         publication = lease.publication
         engine = self.engines[publication.source]
         engine.live_leases -= 1
-        if publication.stage is PublicationStage.AWAITED:
-            engine.waiting_reads.give(lease.request.holder)
         self.journal.lease_ended(lease, state, now)
         lease.ended_as = state
         lease.forget_at = now + self.times.keep_outcome
@@ -248,8 +239,7 @@ class Records:
         self._settle(publication, now)
 
     def end_question(self, question: Question, outcome: QuestionOutcome, why: MissReason | None = None) -> None:
-        """End an open question: its source is told, and the reads that wait for the answer look again. The only place
-        where a question ends."""
+        """End an open question: its source is told, and its readers look again. The only place where one ends."""
         engine = self.engines[question.source]
         now = self.clock.now()
         engine.router_keys.end_question(question, outcome, why, now)
@@ -263,8 +253,7 @@ class Records:
             self.end_question(question, QuestionOutcome.UNANSWERED)
 
     def end_all(self, engine: Engine, reason: RevokeReason) -> None:
-        """End all publications of an engine that is dead or gone. Live leases end at the time they had anyway; their
-        readers get the reason."""
+        """End all publications of an engine that is dead or gone. Live leases end at their time."""
         # First: the record of an engine that is gone ends with its last publication, which may be due now.
         self.end_questions(engine)
         now = self.advance()

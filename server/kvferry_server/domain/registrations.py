@@ -21,8 +21,8 @@ from kvferry.geometry.overlap import check_apart
 from kvferry.planner.coverage import Indexed, check_complete, diff_indexed
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NOTED_READERS, MAX_REGION_CHECKS, RANK_PAGE_BYTES
+from kvferry_server.domain.values import EngineRef
 
 PLANE_BYTES = 512  # Bytes that a plane or group takes in memory beside its names, estimated
 REGISTRATION_BYTES = 4096  # Bytes that a registration takes beside planes, groups, identity and agent; estimated
@@ -90,8 +90,7 @@ class Registration:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the rank's planes, without gaps between blocks. Groups of one pool lie over each other: the largest
-        counts."""
+        """Bytes of the rank's planes, without gaps. Groups of one pool lie over each other: the largest counts."""
         sizes, largest = Counter[str](), dict[tuple[str, str], int]()
         for plane in self.geometry.planes:
             sizes[plane.group] += plane.num_blocks * plane.bytes_per_block
@@ -176,13 +175,11 @@ class EngineDescription:
         self._readers.add(digest)
 
     def made_pages(self, digest: bytes, *, agents: bool) -> tuple[bytes, ...] | None:
-        """Return the result of an earlier `pages`, if the digest is that of a geometry found compatible; else None. Any
-        thread may call this."""
+        """Return the result of an earlier `pages`, for the digest of a geometry found compatible; else None."""
         return self._pages.get(agents) if digest in self._readers else None
 
     def pages(self, epoch: bytes, times: pb.Times, *, agents: bool) -> tuple[bytes, ...]:
-        """Return the engine as encoded `HandshakeResponse` messages, with the ranks' agents if `agents`. `epoch` and
-        `times` of the home do not change."""
+        """Return the engine as encoded `HandshakeResponse` messages. `epoch` and `times` of the home do not change."""
         if agents not in self._pages:
             engine = engine_header(self._ref, self._registrations[0])
             oldest = min((registration.version for registration in self._registrations), key=attrgetter("revision"))

@@ -26,24 +26,20 @@ from kvferry.errors import (
     PeerRestarted,
     WrongSession,
 )
-from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.event_log import short
-from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.journal import UNIX_PEER
+from kvferry_server.domain.engine import Engine, Process
+from kvferry_server.domain.journal import UNIX_PEER, short
 from kvferry_server.domain.limits import Budget, check_budget, check_limit
-from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.records import Records
 from kvferry_server.domain.registrations import OF_ENGINE, OF_RANK, EngineDescription, Registration, check_same
 from kvferry_server.domain.steps import check_step
 from kvferry_server.domain.times import RECOVERING_RETRY_AFTER
-from kvferry_server.domain.watch_feed import Process
+from kvferry_server.domain.values import EngineRef, RevokeReason
 
 REPLACED = "was replaced by another incarnation"
 
 
 class Registry:
-    """The engines whose home this is. Not thread-safe: it belongs to its home's event loop. The publications of an
-    engine, in the home's `records`, end with the engine."""
+    """The engines whose home this is. The publications of an engine, in the home's `records`, end with the engine."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -64,8 +60,8 @@ class Registry:
         return self._engines.values()
 
     def engines(self) -> Iterator[Engine]:
-        """Yield the engines that are not dead, ordered by engine_id."""
-        return (self._engines[ref] for ref in sorted(self._engines) if not self._engines[ref].dead)
+        """Yield the engines that are not dead."""
+        return (engine for engine in self._engines.values() if not engine.dead)
 
     def has_feed(self, process: Process) -> bool:
         """Whether a process has, or had, a Watch here."""
@@ -83,8 +79,7 @@ class Registry:
         raise self._unknown(ref.engine_id)
 
     def find_live(self, engine_id: str, incarnation: bytes = b"") -> Engine:
-        """Return an engine by its name and its incarnation (empty: any), for readers. Raises as `find`; a dead engine
-        is unknown."""
+        """Return an engine that is not dead, of this incarnation (empty: any), for readers. Raises as `find`."""
         engine = self.find(EngineRef(engine_id, incarnation)) if incarnation else self.find_named([engine_id])[0]
         if engine.dead:
             raise self._unknown(engine_id)
@@ -183,8 +178,7 @@ class Registry:
         self._refuse(ref, now)
 
     def retire(self, ref: EngineRef) -> None:
-        """End an incarnation for good, for its own scheduler, which stops. Call `check_session` before. Raises as
-        `find`."""
+        """End an incarnation for good, for its scheduler, after `check_session`. Raises as `find`."""
         now = self._records.advance()
         engine = self.find(ref)
         self._refuse(ref, now)

@@ -29,11 +29,10 @@ from dataclasses import dataclass, field, replace
 
 from kvferry._wire.outcomes import MissReason, ReleaseOutcome
 from kvferry.errors import PrefixMiss, RouterKeyUsed, WrongKey
-from kvferry_server.domain.identity import EngineRef, RouterKey
 from kvferry_server.domain.limits import MAX_PAST_ROUTER_KEYS, MAX_QUESTIONS, Budget, MemoryBudget, check_budget
 from kvferry_server.domain.publications import PublicationRecord, ended
-from kvferry_server.domain.reads import LeaseRequest
 from kvferry_server.domain.times import ENDED_KEPT, NEVER
+from kvferry_server.domain.values import EngineRef, LeaseRequest, RouterKey
 
 ROUTER_KEY_BYTES = 1024  # Bytes of the remembered key of a publication, estimated
 QUESTION_BYTES = 4096  # Bytes that a question takes in memory beside its prompt, until it is forgotten; estimated
@@ -153,14 +152,6 @@ class RouterKeys:
         # In the order in which they expire.
         self._past: dict[str, _Past] = {}
         self._declined: dict[RouterKey, _Declined] = {}
-
-    def concerned(self, wanted: RouterKey) -> bool:
-        """Whether a publication has this key, or had it a short time ago, or a read waits with it, or a question."""
-        held, past = self._held.get(wanted.name), self._past.get(wanted.name)
-        keys = [waiting.router_key.key for waiting in self.who_waits(wanted.name)]
-        keys += [held.router_key.key] if held is not None and held.router_key is not None else []
-        keys += [past.key] if past is not None else []
-        return wanted in self.questions or any(hmac.compare_digest(key, wanted.key) for key in keys)
 
     def find(self, wanted: RouterKey, now: float) -> PublicationRecord | None:
         """Return the publication under a key; None: it has not arrived. Raises `WrongKey` if the publication of this

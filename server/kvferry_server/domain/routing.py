@@ -19,23 +19,22 @@ from kvferry.errors import (
     WrongKey,
 )
 from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.identity import EngineRef, RouterKey
 from kvferry_server.domain.limits import Budget, check_budget
 from kvferry_server.domain.publications import PublicationRecord
-from kvferry_server.domain.reads import LeaseRequest
 from kvferry_server.domain.records import Records
 from kvferry_server.domain.router_keys import Ask, QuestionOutcome, WaitingRead
+from kvferry_server.domain.values import EngineRef, LeaseRequest, RouterKey
 
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
 
 
 class Routing:
-    """The calls with references of routers on a home's records. Not thread-safe: it belongs to its home's event loop.
+    """The calls with references of routers on a home's records.
 
     `sources` are the living engines that a reference may mean: mostly one, but two names may fit, and a home that has
     just started cannot tell which of two incarnations is the older. The source is the engine that has the publication
-    under the router's key. A refusal or a full budget of another engine does not count: that engine may be an impostor.
+    under the router's key. A refusal of another engine does not count: that engine may be an impostor.
 
     `first_question`, the number of the first question, is another one at each start of a home: a miss that comes after
     a restart is about no question of the new start.
@@ -116,46 +115,55 @@ class Routing:
         self._records.add_question(engine, keys.add_question(ask, next(self._question_numbers), now))
 
     def decline(
-        self, sources: Sequence[EngineRef], wanted: RouterKey, holder: Hashable, *, not_published: bool = False
-    ) -> None:
+        self,
+        sources: Sequence[EngineRef],
+        wanted: RouterKey,
+        holder: Hashable,
+        *,
+        not_published: bool = False,
+        elsewhere: bool = False,
+    ) -> bool:
         """End a publication that will not be read, as `Lessor.decline` does. If it has not arrived, the reads that wait
         for it end, and the decline is remembered for `max_wait` seconds. Idempotent.
 
         A question of an asker who declines its reference is withdrawn.
 
-        With `not_published`, readers get the reason that the source's client has given the publication up. Raises
-        `WrongKey`, and `LimitReached` if this caller has declined too many publications before they arrived.
+        With `not_published`, readers get the reason that the source's client has given the publication up. If the
+        reference may be meant for `elsewhere`, returns False, and does nothing, unless a source has, or had, a
+        publication under this key, or a read or a question waits there for one. Raises `WrongKey`, and `LimitReached`
+        if this caller has declined too many publications before they arrived.
         """
-        now = self._records.advance()
+        now, known = self._records.advance(), not elsewhere
         not_here = list[Engine]()
         for source in sources:
             engine = self._records.of_engine(source)
             try:
                 publication = engine.router_keys.find(wanted, now)
             except (NotPublished, PublicationReleased, PrefixMiss):
+                known = True
                 continue
             except WrongKey:
-                if len(sources) == 1:
+                if len(sources) == 1 and known:
                     raise
                 continue
             if publication is not None:
                 publication.not_published = publication.not_published or (not_published and publication.grantable)
                 outcome = ReleaseOutcome.ABORTED if not_published else ReleaseOutcome.DECLINED
                 self._records.end(publication, outcome, now)
-                return
+                return True
             if question := engine.router_keys.questions.get(wanted):
                 ended = QuestionOutcome.UNANSWERED if not_published else QuestionOutcome.WITHDRAWN
                 self._records.end_question(question, ended)
-                return
+                return True
+            known = known or any(read.router_key == wanted for read in engine.router_keys.who_waits(wanted.name))
             not_here.append(engine)
+        if not known:
+            return False
         for engine in not_here:
             until = now + self._times.max_wait
             engine.router_keys.decline(wanted, holder, now, until, not_published=not_published)
             self._records.wake_waiting(engine, wanted.name)
-
-    def concerned(self, sources: Sequence[EngineRef], wanted: RouterKey) -> bool:
-        """Whether a source has, or had, a publication under a router's key, or a read waits there for one."""
-        return any(self._records.of_engine(source).router_keys.concerned(wanted) for source in sources)
+        return True
 
 
 def unless_all_refuse(asked: Iterable[Asked], call: Callable[[Asked], Answer]) -> list[Answer]:

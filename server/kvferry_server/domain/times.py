@@ -15,8 +15,7 @@ from kvferry.errors import InvalidField
 NEVER = math.inf
 
 ANSWER_HOLD = 10.0
-"""The longest hold, in seconds, of a publication that answers a question: its asker begins to read at once, or not at
-all."""
+"""The longest hold, in seconds, of a publication that answers a question: its asker reads at once, or not at all."""
 
 ENDED_KEPT = 2.0
 """Seconds for which the end of a question without a publication is remembered."""
@@ -83,11 +82,10 @@ Item = TypeVar("Item", bound=Timed)
 
 
 class DeadlineQueue:
-    """Deadlines in order. Moving a deadline later costs nothing: the queue looks at the item again at its old
-    deadline."""
+    """Deadlines in order. Moving one later costs nothing: the queue looks at the item again at its old deadline."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Timed, Callable[[Any, float], None]]] = []
+        self._heap: list[Any] = []  # Of (deadline, order, item, the function that acts)
         self._order = itertools.count()
 
     def put(self, item: Item, act: Callable[[Item, float], None]) -> None:
@@ -100,7 +98,7 @@ class DeadlineQueue:
 
     def next_deadline(self) -> float:
         """When to call `advance` next; `NEVER` if nothing is due."""
-        return self._heap[0][0] if self._heap else NEVER
+        return float(self._heap[0][0]) if self._heap else NEVER
 
     def advance(self, now: float, most: int) -> None:
         """Act on the items that are due, the earliest first. At most `most` items are looked at."""

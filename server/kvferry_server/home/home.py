@@ -18,6 +18,7 @@ from typing import Literal
 from kvferry._wire.reference import format_reference
 from kvferry.errors import ServerDraining
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain.engine import Event, Feed, Process, Role
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.publications import PublicationRecord
@@ -26,7 +27,6 @@ from kvferry_server.domain.registry import Registry
 from kvferry_server.domain.routing import Routing
 from kvferry_server.domain.sources import Sources
 from kvferry_server.domain.times import Clock, Times
-from kvferry_server.domain.watch_feed import Event, Feed, Process, Role
 from kvferry_server.home.time_slices import TimeSlices
 
 EVENT_BYTES = 160  # Bytes of an event that is kept or waits to be sent, estimated

@@ -11,7 +11,7 @@ from kvferry.errors import InvalidField, KvferryError, LeaseEnded
 from kvferry.v1 import admin_pb2 as apb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.admin_pb2_grpc import AdminServicer
-from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.values import EngineRef
 from kvferry_server.home.home import Home
 from kvferry_server.servicers import checks, encode
 from kvferry_server.servicers.callers import Context, NamesOf, caller
@@ -91,8 +91,7 @@ class Admin(AdminServicer):
 
     @contextmanager
     def _audited(self, method: str, context: Context, values: dict[str, object]) -> Iterator[None]:
-        """Write a call's result to the audit log; an error within goes on to the caller. The guard refuses callers
-        without the role admin before this."""
+        """Write a call's result to the audit log. The guard refuses callers without the role admin before this."""
         result = "INTERNAL"
         try:
             yield

@@ -9,7 +9,7 @@ from kvferry._arguments import SHOWABLE, showable
 from kvferry._clock import from_duration
 from kvferry.errors import InvalidField
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.values import EngineRef
 from kvferry_server.servicers.limits import MAX_SECONDS, MAX_TEXT
 
 

@@ -7,12 +7,11 @@ from kvferry._wire.status import reason_number
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NAMED_RANKS
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
-from kvferry_server.domain.reads import LeaseState, RankReport
 from kvferry_server.domain.router_keys import WaitingRead
 from kvferry_server.domain.times import Times
+from kvferry_server.domain.values import EngineRef, LeaseState, RankReport
 
 MOST = (1 << 64) - 1
 """The most that a field of 64 bits holds: peers state numbers whose sum is larger."""
@@ -29,8 +28,7 @@ def times(values: Times) -> pb.Times:
 
 
 def request_state(publication: PublicationRecord) -> ipb.RequestState.ValueType:
-    """Encode the state of a publication that has arrived. A publication that was forgotten meanwhile was released
-    before."""
+    """Encode the state of a publication that has arrived. One that was forgotten meanwhile was released before."""
     forgotten = publication.stage is PublicationStage.FORGOTTEN
     return ipb.RequestState.Value(f"REQUEST_STATE_{'RELEASED' if forgotten else publication.stage.name}")
 

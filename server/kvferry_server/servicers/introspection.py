@@ -25,11 +25,11 @@ from kvferry.planner.plan import plan_read
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionServicer
-from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.registrations import engine_header
 from kvferry_server.domain.router_keys import WaitingRead
+from kvferry_server.domain.values import EngineRef
 from kvferry_server.home.home import Home
 from kvferry_server.servicers import checks, encode, limits
 from kvferry_server.servicers.callers import Context, remote_host
@@ -137,7 +137,7 @@ class Introspection(IntrospectionServicer):
             response.geometry.CopyFrom(found)
             return response
 
-        return await self._worker.run(remote_host(context), 0, answer)
+        return await self._worker.run(remote_host(context), answer)
 
     async def ListRequests(self, request: ipb.ListRequestsRequest, context: Context) -> ipb.ListRequestsResponse:
         return requests(self._home, request)
@@ -177,7 +177,7 @@ class Introspection(IntrospectionServicer):
             return response
 
         try:
-            return await self._planner.run(host, request.ByteSize(), answer)
+            return await self._planner.run(host, answer)
         finally:
             # A thread cannot be cancelled, so it checks between ranks whether the call still waits.
             caller_left.set()
@@ -195,7 +195,7 @@ class Introspection(IntrospectionServicer):
         with self._home.turn():
             engine = self._home.engines.find_live(engine_id)
             description = engine.check_readable()
-        return await self._worker.run(host, 0, lambda: description.geometry)
+        return await self._worker.run(host, lambda: description.geometry)
 
 
 Key: TypeAlias = tuple[EngineRef, int]  # of an entry: its number, below 2**64, at its engine

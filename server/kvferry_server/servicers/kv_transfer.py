@@ -15,14 +15,13 @@ from kvferry.errors import InvalidField, PublicationTimeout, ServerDraining
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer
 from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NAMED_RANKS
 from kvferry_server.domain.publications import Lease, PublicationStage
-from kvferry_server.domain.reads import LeaseRequest
 from kvferry_server.domain.routing import unless_all_refuse
+from kvferry_server.domain.values import EngineRef, LeaseRequest
 from kvferry_server.home.home import Home
 from kvferry_server.servicers import checks, decode, encode
-from kvferry_server.servicers.callers import Context, NamesOf, names_of, on_end, relaying, remote_host
+from kvferry_server.servicers.callers import Context, NamesOf, names_of, relaying, remote_host
 from kvferry_server.servicers.checksums import read_checksums
 from kvferry_server.servicers.limits import MAX_DIGESTED_BYTES, READ_BYTES, READ_STEPS
 from kvferry_server.servicers.notify import notify
@@ -50,8 +49,8 @@ class KVTransfer(KVTransferServicer):
         home.check_not_draining()
         relayed = self._relays.applies(request.home, request.relayed_by)
         secret = checks.exactly("session_secret", request.session_secret, SECRET_BYTES)
-        host, size = remote_host(context), request.ByteSize()
-        registration = await self._worker.run(host, size, lambda: decode.registration(request))
+        host = remote_host(context)
+        registration = await self._worker.run(host, lambda: decode.registration(request))
         if relayed:
             with relaying(context):
                 return await self._relays.register_cache(request, self._caller(context))
@@ -60,7 +59,7 @@ class KVTransfer(KVTransferServicer):
         if whole is not None:
             # Checked before the registration counts, so that the rank may correct itself. Meanwhile no other rank can
             # become the last.
-            await self._worker.run(host, size, whole.check_complete)
+            await self._worker.run(host, whole.check_complete)
         with home.turn():
             engine = home.engines.register(registration, secret)
             reuse_after = home.engines.reuse_after(registration.engine)
@@ -93,9 +92,9 @@ class KVTransfer(KVTransferServicer):
                 engine = home.engines.find(reader)
             description = engine.check_readable()
         description.check_version(version)
-        own, host, size = engine.ref == reader, remote_host(context), request.ByteSize()
+        own, host = engine.ref == reader, remote_host(context)
         agents = reference is not None and not own
-        digest = decode.reader_digest(request) if size <= MAX_DIGESTED_BYTES and not own else b""
+        digest = decode.reader_digest(request) if not own and request.ByteSize() <= MAX_DIGESTED_BYTES else b""
 
         def answer() -> tuple[bytes, ...]:
             if not own:
@@ -107,7 +106,7 @@ class KVTransfer(KVTransferServicer):
 
         pages = description.made_pages(digest, agents=agents)
         if pages is None:
-            pages = await self._worker.run(host, size, answer)
+            pages = await self._worker.run(host, answer)
         for page in pages:
             with home.memory.hold(host or reader, host, len(page)):
                 yield page
@@ -117,16 +116,13 @@ class KVTransfer(KVTransferServicer):
     ) -> bytes:
         home = self._home
         check_caller(request.version)
-        host = remote_host(context)
-        lease_request = decode.lease_request(request, home.limits.ranks, self._names_of(context), host)
+        names, host = self._names_of(context), remote_host(context)
+        lease_request = decode.lease_request(request, home.limits.ranks, names, host)
         lease_id = checks.random_bytes("lease_id", request.lease_id, optional=True)
         wait = min(_time_to_wait(context), home.times.max_wait)
         if request.HasField("wait"):
             wait = min(wait, checks.seconds("wait", request.wait) or wait)
-        answer = await read_blocks(home, lease_request, wait, lease_id, request.next_step)
-        # Counted against the host of this call, not that of the lease's first call.
-        on_end(context, home.memory.hold(lease_request.holder, host, len(answer)).close)
-        return answer
+        return await read_blocks(home, lease_request, wait, lease_id, request.next_step)
 
     async def Notify(self, request: pb.NotifyRequest, context: Context) -> pb.NotifyResponse:
         check_caller(request.version)
@@ -208,8 +204,7 @@ async def read_blocks(
 
 
 async def _found(home: Home, request: LeaseRequest, waits_until: float, wait: float) -> LeaseRequest:
-    """Return the request for a lease. A read with a router's reference first waits here for its publication, without a
-    lease, because nothing is pinned for it yet."""
+    """Return the request for a lease. A read with a router's reference waits here, since nothing is pinned yet."""
     routed = request.routed
     if routed is None:
         return request
@@ -245,8 +240,7 @@ def _living(home: Home, sources: Sequence[EngineRef]) -> list[EngineRef]:
 
 
 def _granted(home: Home, request: LeaseRequest, lease_id: bytes) -> Lease:
-    """Grant a lease. A reader that shows the lease_id goes on even if its source is gone. Raises as `Lessor.grant` and
-    `Engine.check_readable`."""
+    """Grant a lease. A reader that shows the lease_id goes on even if its source is gone."""
     source = request.read.source
     with home.turn():
         if not (lease_id and home.lessor.has_lease(request.read, lease_id)):

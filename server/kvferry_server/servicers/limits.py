@@ -41,7 +41,6 @@ MAX_INLINE_BYTES = 16 * 1024  # Bytes of a message that the event loop decodes; 
 # Bytes of a Handshake request up to which its geometry is looked up by its digest, in a tenth of a millisecond on the
 # event loop; larger ones are always compared.
 MAX_DIGESTED_BYTES = 64 * 1024
-MAX_WAITING_BYTES = 128 << 20  # Bytes of the messages that wait for the worker thread or are on it; shared by hosts
 MAX_RELAYED_CALLS = 1024  # Registrations and Watches of ranks that are relayed at once
 # Declines that are sent on at once. Every bearer of a reference sends declines, and ranks must not wait for them.
 MAX_RELAYED_DECLINES = 64

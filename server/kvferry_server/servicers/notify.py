@@ -11,8 +11,7 @@ from kvferry._wire.status import NOTIFICATION_ERROR_BYTES, to_notification_error
 from kvferry._wire.version import OURS_ENCODED
 from kvferry.errors import EngineUnknown, HomeRecovering, InvalidField, KvferryError, NotAllowed
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import EngineRef, RouterReference
-from kvferry_server.domain.reads import ReportAnswer
+from kvferry_server.domain.values import EngineRef, ReportAnswer, RouterReference
 from kvferry_server.home.home import Home
 from kvferry_server.home.time_slices import TimeSlice
 from kvferry_server.servicers import checks, decode
@@ -213,10 +212,12 @@ def _decline(home: Home, relays: Relays, decline: pb.Decline, holder: Hashable) 
             if isinstance(found, RouterReference):
                 sources = [engine.ref for engine in home.engines.find_named(found.engine_ids)]
                 # The reference names no incarnation, and an engine of another home may have the same name.
-                ours = home.routing.concerned(sources, found.router_key)
-                if not (ours or decline.relayed_by) and relays.applies(found.home, ""):
+                elsewhere = not decline.relayed_by and relays.applies(found.home, "")
+                given_up = decline.not_published
+                if not home.routing.decline(
+                    sources, found.router_key, holder, not_published=given_up, elsewhere=elsewhere
+                ):
                     return found.home
-                home.routing.decline(sources, found.router_key, holder, not_published=decline.not_published)
             else:
                 home.engines.find_live(found.source.engine_id, found.source.incarnation)
                 home.lessor.decline(found.source, found.publication, found.key)

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -36,9 +36,9 @@ from kvferry._wire.version import OURS_AS_RELAY, OURS_ENCODED, check_server
 from kvferry.errors import InvalidField, KvferryError, RelayLoop, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
-from kvferry_server.domain.event_log import EventLog
-from kvferry_server.domain.identity import Names
+from kvferry_server.domain.journal import EventLog
 from kvferry_server.domain.limits import Budget, check_budget
+from kvferry_server.domain.values import Names
 from kvferry_server.servicers import checks
 from kvferry_server.servicers.limits import MAX_RELAYED_CALLS, MAX_RELAYED_DECLINES
 
@@ -53,8 +53,6 @@ OPEN_TIMEOUT = 5.0
 RANK_LEFT_TIMEOUT = 1.0
 
 RELAY_RETRY_AFTER = 1.0  # Retry delay, in seconds, when too many calls are relayed
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,11 +213,8 @@ class Relays:
             session_secret=request.session_secret,
             notifications=[pb.Notification(rank_left=pb.RankLeft(rank=request.rank))],
         )
-        try:
+        with suppress(grpc.RpcError):
             await stub.Notify(notice, timeout=RANK_LEFT_TIMEOUT)
-        except grpc.RpcError as error:
-            problem = from_rpc_error(error, request.home, self._tls)
-            logger.info("could not tell home %s that rank %d has left: %s", request.home, request.rank, problem)
 
     def _ended_watch(self, process: tuple[bytes, int], ending: asyncio.Task[None]) -> None:
         if self._endings.get(process) is ending:

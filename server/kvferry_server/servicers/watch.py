@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import itertools
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import ExitStack, aclosing
 
 from kvferry._clock import to_duration
 from kvferry._wire.version import OURS_ENCODED
 from kvferry.errors import LimitReached, ServerDraining, WatchTakenOver
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain.engine import Event, Feed, Process
 from kvferry_server.domain.publications import PublicationRecord
-from kvferry_server.domain.reads import LeaseState
 from kvferry_server.domain.router_keys import Question
-from kvferry_server.domain.watch_feed import Event, Feed, Process
-from kvferry_server.home.home import EVENT_BYTES, Home
+from kvferry_server.domain.values import LeaseState
+from kvferry_server.home.home import Home
 from kvferry_server.servicers import encode
 from kvferry_server.servicers.limits import MAX_RELEASED_READS
 
@@ -75,28 +76,16 @@ async def watch(
 
 
 async def _full_state(home: Home, feed: Feed, number: int, host: str) -> AsyncGenerator[pb.WatchResponse, None]:
-    process = feed.process
-    events = home.state(process)
-    size = EVENT_BYTES * len(events)
-    if feed.full_states:
-        # Only the first full state is sent unchecked, since without one the engine dies. Watches that were taken over
-        # may never take theirs, so further full states count.
-        home.memory.check(process.engine, size)
-    feed.full_states += 1
-    home.memory.take(process.engine, size)
-    try:
-        async with aclosing(_messages(home, feed, number, host, [(0, event) for event in events])) as messages:
-            async for message in messages:
-                yield message
-    finally:
-        home.memory.give(process.engine, size)
-        feed.full_states -= 1
-    synced = pb.WatchSynced(need_resync=home.need_resync(process))
+    events = zip(itertools.repeat(0), home.state(feed.process))
+    async with aclosing(_messages(home, feed, number, host, events)) as messages:
+        async for message in messages:
+            yield message
+    synced = pb.WatchSynced(need_resync=home.need_resync(feed.process))
     yield pb.WatchResponse(home_epoch=home.epoch, synced=synced)
 
 
 async def _messages(
-    home: Home, feed: Feed, number: int, host: str, events: Sequence[tuple[int, Event]]
+    home: Home, feed: Feed, number: int, host: str, events: Iterable[tuple[int, Event]]
 ) -> AsyncGenerator[pb.WatchResponse, None]:
     """Yield the messages of numbered events. A question is left out if it has ended while earlier events were sent: its
     prompt is gone; and if its process, or host, holds too much: Watches that were taken over may never take the

@@ -25,15 +25,14 @@ from kvferry.errors import (
 )
 from kvferry.geometry.model import AgentInfo, RankGeometry
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.engine import Event, Feed, Process, Role
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import MAX_NAMED_RANKS, MAX_REGION_CHECKS, Limits
-from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.records import Records
 from kvferry_server.domain.registrations import REGISTRATION_BYTES, Registration
 from kvferry_server.domain.registry import Registry
 from kvferry_server.domain.sources import Sources
-from kvferry_server.domain.watch_feed import Event, Feed, Process, Role
+from kvferry_server.domain.values import EngineRef, RevokeReason
 from tests.support.parties import (
     BASE,
     FULL,

@@ -20,8 +20,8 @@ from kvferry.errors import (
 )
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Limits
 from kvferry_server.domain.publications import PublicationStage
-from kvferry_server.domain.reads import LeaseState, RankOutcome, RevokeReason, Verdict
 from kvferry_server.domain.times import Times
+from kvferry_server.domain.values import LeaseState, RankOutcome, RevokeReason, Verdict
 from tests.support.parties import SECRETS, TIMES, D, E, P, Scene, ask, done, key, read_id
 
 
@@ -420,19 +420,14 @@ def test_numbers_of_forgotten_publications_are_stale(scene: Scene) -> None:
         scene.publish(1, request_id="another request")
 
 
-def test_waiting_reads_and_leases_are_limited() -> None:
-    scene = Scene(limits=Limits(waiting_reads=4, reads=3))
-    scene.grant(1, name="a")
-    scene.grant(2, name="a")
-    with pytest.raises(LimitReached) as caught:
-        scene.grant(3, name="a")
-    assert caught.value.retryable
-    assert caught.value.values["limit"] == "waiting_reads"
+def test_leases_of_a_publication_are_limited() -> None:
+    scene = Scene(limits=Limits(reads=3))
     scene.publish(1)
-    for name in "bc":
+    for name in "abc":
         scene.grant(1, name=name)
     with pytest.raises(LimitReached) as caught:
         scene.grant(1, name="d")
+    assert caught.value.retryable
     assert caught.value.values["limit"] == "reads"
 
 

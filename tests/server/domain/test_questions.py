@@ -24,12 +24,12 @@ from kvferry.errors import (
     WrongKey,
 )
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import EngineRef, RouterKey
 from kvferry_server.domain.limits import MAX_QUESTIONS, Limits
 from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.router_keys import QUESTION_BYTES, Ask, Question, QuestionOutcome, WaitingRead
 from kvferry_server.domain.routing import Routing
 from kvferry_server.domain.times import ANSWER_HOLD, ENDED_KEPT, Times
+from kvferry_server.domain.values import EngineRef, RouterKey
 from tests.support.parties import P2, SECRETS, TIMES, D, E, P, Scene, arrived, ask, registration
 
 WAIT = 0.25

@@ -29,7 +29,7 @@ from kvferry.errors import (
 )
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import add_KVTransferServicer_to_server
-from kvferry_server.domain.identity import NOBODY
+from kvferry_server.domain.values import NOBODY
 from kvferry_server.node.loading import configure
 from kvferry_server.node.server import NodeServer
 from kvferry_server.servicers import relay

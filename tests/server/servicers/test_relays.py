@@ -14,8 +14,8 @@ import pytest
 
 from kvferry.errors import InvalidField, KvferryError, LimitReached, RelayLoop, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.event_log import EventLog
-from kvferry_server.domain.identity import NOBODY, Names
+from kvferry_server.domain.journal import EventLog
+from kvferry_server.domain.values import NOBODY, Names
 from kvferry_server.servicers import relay
 from kvferry_server.servicers.relay import Caller, Relays
 from tests.support.node_in_process import TIMEOUT, proto, register_request

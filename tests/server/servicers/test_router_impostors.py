@@ -69,7 +69,7 @@ async def test_impostor_without_caches_does_not_end_the_wait(tmp_path: Path) -> 
 
 
 async def test_waits_with_any_key_take_no_room_of_a_publications_own_reference(tmp_path: Path) -> None:
-    async with small(tmp_path, waiting_reads=2, router_keys=4) as node:
+    async with small(tmp_path, router_keys=4) as node:
         strangers = [await begin(node, made("no-such")), await begin(node, made("no-such"), before=1, reader=E)]
         answer = await node.read(1, read_id=read_id("own"), reader=D)
         assert answer.accepted.publication == 1

@@ -213,7 +213,7 @@ async def test_abort_reaches_readers_that_come_later(ready: Node) -> None:
     assert isinstance(await raised(ready.read(reference=made(), read_id=read_id("late"))), PublicationAborted)
 
 
-async def test_reader_takes_at_most_half_of_the_waiting_reads(tmp_path: Path) -> None:
+async def test_reader_takes_at_most_half_of_the_waits(tmp_path: Path) -> None:
     async with small(tmp_path, router_keys=4) as node:
         waiting = [await begin(node, made(), before=index, read_id=read_id(f"{index}")) for index in range(2)]
         error = await raised(node.read(reference=made(), read_id=read_id("third")))
