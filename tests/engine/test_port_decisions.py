@@ -37,9 +37,9 @@ LOCAL = {"full": Blocks([20, 7], end_token=32)}
 HOME = cast(Control, SimpleNamespace(address="home:1"))
 
 
-def grant(read_id: str = "one", *, local: bool = True, timeout: float = 60.0) -> Grant:
+def grant(read_id: str = "one", *, timeout: float = 60.0) -> Grant:
     runs = (BlockRuns.of_blocks("full", Blocks([3, 4], end_token=32)),)
-    mine = (BlockRuns.of_blocks("full", LOCAL["full"]),) if local else ()
+    mine = (BlockRuns.of_blocks("full", LOCAL["full"]),)
     return Grant(
         f"request {read_id}", read_id, "home:1", "prefill", b"i" * 16, 7, "reference", "theirs", b"l" * 16, timeout,
         runs, mine, (16, 32), payload=b"payload",
@@ -220,37 +220,27 @@ def test_a_share_reads_granted_blocks_into_attached_blocks(world: World) -> None
     before = now()
     world.port.start(asked, tails=Tails.ZERO)
     after = now()
-    world.port.start(grant("two", local=False), {"full": Blocks([1, 2], end_token=32)}, (0, 8))
+    world.port.start(grant("two"))
     first, second = world.below.started
     assert (first.read_id, first.request_id, first.home) == ("one", "request one", HOME)
     assert (first.engine_id, first.incarnation, first.publication) == ("prefill", b"i" * 16, 7)
     assert (first.reference, first.lease.lease_id, first.wanted.tails) == ("reference", b"l" * 16, Tails.ZERO)
     assert before + 60.0 <= first.deadline <= after + 60.0
     assert [blocks["full"].ids.tolist() for blocks in (first.granted.blocks, first.wanted.blocks)] == [[3, 4], [20, 7]]
-    assert (first.wanted.tokens, second.wanted.tokens, second.wanted.tails) == ((16, 32), (0, 8), Tails.KEEP)
-    assert second.wanted.blocks["full"].ids.tolist() == [1, 2]
-    # Of an attached grant too, blocks that are given go first.
-    world.port.start(grant("three"), {"full": Blocks([5, 6], end_token=32)})
-    assert world.below.started[2].wanted.blocks["full"].ids.tolist() == [5, 6]
+    assert (first.wanted.tokens, second.wanted.tails) == ((16, 32), Tails.KEEP)
     # Its time may be over: then it ends so.
-    world.port.start(grant("four", timeout=0.0))
-    assert world.port.running() == 4
+    world.port.start(grant("three", timeout=0.0))
+    assert world.port.running() == 3
 
 
 def test_a_read_that_cannot_be_started_is_refused_and_may_be_started_again(world: World) -> None:
-    with pytest.raises(WrongState, match="attach"):
-        world.port.start(grant(local=False))
-    # Blocks that are given do not make an offer a grant: the scheduler has to know of them.
     given = {field.name: getattr(grant(), field.name) for field in fields(Offer)}
-    for blocks in (None, LOCAL):
-        with pytest.raises(WrongState, match="attach"):
-            world.port.start(cast(Grant, Offer(**given)), blocks)
+    with pytest.raises(WrongState, match="attach"):
+        world.port.start(cast(Grant, Offer(**given)))
     with pytest.raises(InvalidField, match=r"grant is .*expected the Grant"):
         world.port.start(cast(Grant, "grant"))
     with pytest.raises(InvalidField, match=r"tails is .*expected a Tails"):
         world.port.start(grant(), tails=cast(Tails, "zero"))
-    with pytest.raises(InvalidField, match="local_blocks"):
-        world.port.start(grant(), cast(Any, [1, 2]))
     with pytest.raises(InvalidField, match="timeout"):
         world.port.start(grant(timeout=-1.0))
     world.below.refusal = Closed("the cache is closed")
