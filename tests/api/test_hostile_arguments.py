@@ -439,7 +439,6 @@ def methods(node: str, client: Client, ports: ExitStack) -> Iterator[Case]:
             "options": [{}, 1],
             "staging": [{}],
             "integrity": ["full"],
-            "max_reads": [*NOT_AN_INTEGER, *NEGATIVE, 0],
             "prompt_check": [None, True, 1, "", "never", "COMPARE", ["off"], {}],
         },
     )
