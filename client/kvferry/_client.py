@@ -36,9 +36,6 @@ from kvferry.geometry.model import RankGeometry
 from kvferry.geometry.tensors import Tensor
 from kvferry.stats import ClientStats, SourceStats, total
 
-MAX_READS = 4096
-"""Default of `Client`'s `max_reads`."""
-
 CLOSE_TIMEOUT = 10.0
 """Seconds for ending the agents of memory that was never announced."""
 
@@ -87,7 +84,6 @@ class Client(Closing):
         staging: when and how small pieces are read by way of staging memory.
         integrity: whether published blocks are summed, and blocks that were read are compared with the sums; off by
             default.
-        max_reads: most reads of one cache that run at once; `Cache.read` refuses more.
         prompt_check: how the marks of a publication's prompt are checked. "compare": reads of another prompt are
             refused; reads without marks are accepted, and counted. "require": reads without marks are refused, too.
             "off": nothing is compared. See docs/guarantees.md.
@@ -110,11 +106,9 @@ class Client(Closing):
         options: NixlOptions | None = None,
         staging: StagingOptions | None = None,
         integrity: IntegrityOptions | None = None,
-        max_reads: int = MAX_READS,
         prompt_check: str = PromptCheck.COMPARE.value,
         optimistic: bool = True,
     ) -> None:
-        max_reads = arguments.integer("max_reads", max_reads, 1)
         for name, given, kind in (
             ("tls", tls, TlsConfig),
             ("options", options, NixlOptions),
@@ -141,7 +135,6 @@ class Client(Closing):
             options=options or NixlOptions(),
             staging=replace(staging, costs=staging.costs or network.costs),
             integrity=integrity or IntegrityOptions(),
-            max_reads=max_reads,
             prompt_check=arguments.choice("prompt_check", prompt_check, PromptCheck),
             optimistic=arguments.flag("optimistic", optimistic),
         )

@@ -439,7 +439,6 @@ def methods(node: str, client: Client, ports: ExitStack) -> Iterator[Case]:
             "options": [{}, 1],
             "staging": [{}],
             "integrity": ["full"],
-            "max_reads": [*NOT_AN_INTEGER, *NEGATIVE, 0],
             "prompt_check": [None, True, 1, "", "never", "COMPARE", ["off"], {}],
         },
     )
@@ -622,13 +621,7 @@ def methods(node: str, client: Client, ports: ExitStack) -> Iterator[Case]:
         "start",
         worker.start,
         {"grant": grant},
-        {"grant": [None, 1, offer, {}], "local_blocks": BLOCKS_BY_GROUP[1:9], "tails": [None, "zero", 1]},
-    )
-    yield Case(
-        "start tokens",
-        worker.start,
-        {"grant": grant, "local_blocks": {"full": Blocks([1])}},
-        {"tokens": TOKEN_RANGE, "tails": [None, "zero", 1]},
+        {"grant": [None, 1, offer, {}], "tails": [None, "zero", 1]},
     )
     yield Case("worker cancel", worker.cancel, {}, {"read_id": TEXT})
     yield Case("acknowledge", worker.acknowledge, {}, {"output": [None, 1, {}]})

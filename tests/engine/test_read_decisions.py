@@ -176,7 +176,7 @@ def test_a_read_counts_if_its_last_rank_ended_before_the_lease(world: World, lat
     assert isinstance(end.error, TransferExpired) is not counts
     assert end.lost == ({} if counts else {"full": (20, 7)})
     assert world.free()
-    assert dict(world.reads.counts) == {"done" if counts else "expired": 1}
+    assert dict(+world.meter.stats().outcomes) == {"done" if counts else "expired": 1}
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_an_unreachable_home_is_awaited_for_a_bounded_time(world: World) -> None
     with pytest.raises(TransferStuck):
         world.reads.granted("mine")
     assert world.home.heard("gave up")
-    assert world.reads.counts["not_granted"] == 1
+    assert world.meter.stats().outcomes["not_granted"] == 1
 
 
 @pytest.mark.parametrize("why", ["cancelled", "expired"])
@@ -343,7 +343,7 @@ def test_the_first_error_is_returned_though_the_lease_ended_since(world: World) 
     world.ends(read_id, 1)
     (end,) = world.finished()
     assert isinstance(end.error, TransferFailed)
-    assert dict(world.reads.counts) == {"failed": 1}
+    assert dict(+world.meter.stats().outcomes) == {"failed": 1}
 
 
 def test_a_rank_that_became_quiet_does_not_end_the_read_for_the_others(world: World) -> None:
@@ -467,7 +467,7 @@ def test_a_grant_that_is_not_attached_in_time_is_refused_and_given_back(world: W
     # It was told once, and is forgotten.
     with pytest.raises(WrongState, match="acquire it first"):
         world.reads.granted("mine")
-    assert dict(world.reads.counts) == {"not_granted": 1}
+    assert dict(+world.meter.stats().outcomes) == {"not_granted": 1}
 
 
 def test_a_refusal_is_returned_once(world: World) -> None:
@@ -624,7 +624,7 @@ def test_a_cancel_before_the_read_gives_back_the_lease_it_has_or_gets(world: Wor
         assert set(world.home.said) <= {"drop", "cancel"}
     assert not world.stages()
     assert world.finished() == []
-    assert dict(world.reads.counts) == {"cancelled": 1}
+    assert dict(+world.meter.stats().outcomes) == {"cancelled": 1}
 
 
 def test_a_cancel_of_a_read_under_way_waits_for_the_ranks(world: World) -> None:

@@ -31,7 +31,6 @@ from kvferry.errors import (
     Closed,
     EngineUnknown,
     KvferryError,
-    LimitReached,
     PeerRestarted,
     PublicationAborted,
     TransferCancelled,
@@ -52,7 +51,7 @@ RANK = 4
 class Reading(PlayedRank):
     """The reads of one rank, its sources, and their home."""
 
-    def __init__(self, max_reads: int = 2) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.home = PlayedHome(self.loop)
         self.layers: list[object] = []
@@ -66,7 +65,6 @@ class Reading(PlayedRank):
             cast(LeaseHolder, self.home),
             cast(SourceEngines, self),
             self.reads,
-            max_reads,
             self.meter,
         )
 
@@ -245,20 +243,6 @@ def test_a_renewal_while_the_transfer_begins_moves_its_end(world: Reading) -> No
     world.judged(pb.VERDICT_VALID)
     error_of(handle)
     assert world.transfers[0].deadline == world.lease.deadline
-
-
-def test_running_reads_have_a_limit(make: Callable[..., Reading]) -> None:
-    world = make(max_reads=2)
-    first, second = world.read("a"), world.read("b")
-    with pytest.raises(LimitReached) as caught:
-        world.read("c")
-    assert (caught.value.values["limit"], caught.value.values["value"]) == ("max_reads", "2")
-    assert caught.value.retry_after
-    world.grant("a", PublicationAborted("gone"))
-    error_of(first)
-    third = world.read("c")
-    assert not second.ended.done()
-    assert not third.ended.done()
 
 
 @pytest.mark.parametrize(

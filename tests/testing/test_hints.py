@@ -344,7 +344,7 @@ def test_a_failed_read_has_no_payload_of_a_hint(pair: Pair) -> None:
     port.acquire("r", altered(publication, lambda hint: hint.MergeFrom(pb.Hint(payload=b"another"))))
     grant = port.attach("r", {"full": Blocks([7])})
     port.collect(WorkerOutput(0, ended=(RankEnd(grant.read_id, "r", ok=True, quiet=True, bytes=64),)))
-    until(lambda: port.stats().failed == 1)
+    until(lambda: port.stats().quiet)
     (end,) = port.finished().reads
     assert isinstance(end.error, BadReference)
     assert end.payload == b""
@@ -437,7 +437,7 @@ def test_a_request_that_waits_for_its_home_ends_when_it_is_cancelled(pair: Pair)
     port.collect(WorkerOutput(0, ended=(RankEnd(grant.read_id, "r", ok=True, quiet=True, bytes=64),)))
     until(lambda: client.stats().reads.stages["judging"] == 1)
     assert port.cancel("r")
-    until(lambda: port.stats().cancelled == 1)
+    until(lambda: port.stats().quiet)
     (end,) = port.finished().reads
     assert isinstance(end.error, TransferCancelled)
     port.close()

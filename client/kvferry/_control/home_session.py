@@ -210,12 +210,11 @@ class HomeSession:
         held = 0 if self.closed else len(self._offers.unreleased())
         return SourceStats(self._offers.published, held, dict(self._offers.outcomes))
 
-    def counts(self) -> tuple[int, int, int]:
-        """Return the numbers of publications that were made, that `released` has returned, and that the home did not
-        accept."""
+    def pinned(self) -> int:
+        """Return the number of publications that `released` has not returned."""
         # In this order: what is published and released in between must not make fewer than there are.
-        taken, refused = self._taken, self._offers.outcomes["refused"]
-        return self._offers.published, taken, refused
+        taken = self._taken
+        return self._offers.published - taken
 
     def on_refill(self, refill: Callable[[], Awaitable[None]]) -> None:
         """Await `refill` whenever the home has lost its record of this engine."""

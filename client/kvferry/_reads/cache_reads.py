@@ -22,7 +22,6 @@ from kvferry.errors import (
     Closed,
     EngineUnknown,
     KvferryError,
-    LimitReached,
     PeerRestarted,
     TransferCancelled,
     TransferFailed,
@@ -31,7 +30,7 @@ from kvferry.geometry.blocks import taken_end
 
 
 class CacheReads(LeasedReads[OwnRead]):
-    """The reads of one destination rank. At most `max_reads` run at once; more are refused.
+    """The reads of one destination rank.
 
     Threading: `begin_read`, `cancel` and `close` may be called from any thread; only `close` waits.
     """
@@ -43,14 +42,12 @@ class CacheReads(LeasedReads[OwnRead]):
         holder: LeaseHolder,
         sources: SourceEngines,
         shares: RankReads,
-        max_reads: int,
         meter: ReadMeter,
     ) -> None:
         super().__init__(loop, holder, meter)
         self._rank = rank
         self._sources = sources
         self._shares = shares
-        self._max_reads = max_reads
         self._running: set[OwnRead] = set()
         """Reads that have not ended."""
         self._closed = False
@@ -59,16 +56,12 @@ class CacheReads(LeasedReads[OwnRead]):
         """Start a read. Returns at once.
 
         Raises:
-            LimitReached: `max_reads` reads are running.
             Closed: the cache is closed.
         """
         read = OwnRead(self._loop, request, self._rank, wanted, self.cancel)
         with self.lock:
             if self._closed:
                 raise Closed("the cache is closed")
-            if len(self._running) >= self._max_reads:
-                limit = self._max_reads
-                raise LimitReached(f"{limit} reads are running", retry_after=0.1, limit="max_reads", value=limit)
             self._running.add(read)
             try:
                 self.start(read)

@@ -65,7 +65,6 @@ class ClientRuntime:
     options: NixlOptions
     staging: StagingOptions
     integrity: IntegrityOptions
-    max_reads: int
     prompt_check: PromptCheck
     optimistic: bool
     reads: ReadMeter = field(default_factory=ReadMeter)
@@ -172,9 +171,7 @@ class RankRuntime:
         verifier = Verifier(loop, reader, memory, integrity) if integrity.share else None
         self.shares = RankReads(loop, self.transport, self._sources, memory, verifier, client.shares)
         self.holder = client.lease_holder(token, rank.rank)
-        self.reads = CacheReads(
-            loop, rank.rank, self.holder, self._sources, self.shares, client.max_reads, client.reads
-        )
+        self.reads = CacheReads(loop, rank.rank, self.holder, self._sources, self.shares, client.reads)
 
     async def register(self, timeout: float) -> float:
         """Register the rank at the node server; try for `timeout` seconds. Returns the seconds from now during which
