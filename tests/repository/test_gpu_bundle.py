@@ -26,7 +26,6 @@ ADMIN = {"aiohttp", "prometheus_client"}
 LEFT_OUT = {
     "tests/support/vllm_engine_program.py": {"vllm"},
     "tests/support/vllm_engines.py": {"transformers"},
-    "client/kvferry/_cli/fetch.py": {"safetensors"},
     "client/kvferry/_exposition.py": ADMIN,
     "client/kvferry/_directory/dns.py": {"dns"},
     "client/kvferry/_directory/file.py": {"tomli"},
