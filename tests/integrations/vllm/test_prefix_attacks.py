@@ -14,9 +14,9 @@ from kvferry import EngineSpec, MissReason, Prompt
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.errors import PrefixMiss
 from kvferry.integrations.vllm.answers import MOST_HASHED
+from kvferry.integrations.vllm.idle_steps import Engine
 from kvferry.integrations.vllm.scheduler import ConnectorScheduler
 from kvferry.integrations.vllm.values import StepsDone, WorkerNews
-from kvferry.integrations.vllm.waking import Engine
 from kvferry.testing import Fabric
 from tests.integrations.vllm.played_cache import BLOCK, BLOCKS, FULL, STATES, WINDOW, Cache
 from tests.integrations.vllm.played_source import TEXT, Source

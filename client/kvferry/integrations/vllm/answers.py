@@ -15,7 +15,7 @@ from kvferry import MissReason, Publication, Question, Release
 from kvferry.engine import SchedulerPort
 from kvferry.errors import KvferryError
 from kvferry.integrations.vllm.cached import Hit, Lookup, PrefixCache
-from kvferry.integrations.vllm.holds import BlockHolds, ids_of
+from kvferry.integrations.vllm.outgoing import BlockHolds, ids_of
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.values import Summed
 

@@ -23,7 +23,6 @@ from vllm.v1.kv_cache_interface import (
 from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import Blocks
 from kvferry.geometry.model import Group, GroupKind
-from kvferry.integrations.vllm.versions import is_divided_by_tokens
 
 NULL_BLOCK = 0
 """The null block: the first block of vLLM's block pool."""
@@ -260,6 +259,4 @@ def entry_tokens(spec: Any, vllm_config: Any) -> int:
 
 def token_shards(spec: Any, vllm_config: Any) -> int:
     """Return the number of ranks that divide a layer's tokens: those of decode context parallelism, or 1."""
-    if isinstance(spec, MambaSpec) or not is_divided_by_tokens(spec):
-        return 1
-    return int(vllm_config.parallel_config.decode_context_parallel_size)
+    return int(vllm_config.parallel_config.decode_context_parallel_size) if spec.dcp_sharded else 1

@@ -22,10 +22,10 @@ from vllm.v1.request import RequestStatus
 from kvferry import Directory, Listing, Prompt
 from kvferry.engine import SchedulerPort
 from kvferry.errors import EngineNotListed, InvalidField, KvferryError, NotAllowed
+from kvferry.integrations.settings import shown
 from kvferry.integrations.vllm.cached import PrefixCache
 from kvferry.integrations.vllm.loads import Load
-from kvferry.integrations.vllm.params import prefix_source, traceparent_of
-from kvferry.integrations.vllm.settings import shown
+from kvferry.integrations.vllm.requests import prefix_source, traceparent_of
 from kvferry.integrations.vllm.setup import Setup
 
 logger = logging.getLogger(__name__)
@@ -168,8 +168,7 @@ def hinted_engine(request: Any) -> str:
     Raises:
         InvalidField: the hint is malformed, of another version, or asks for something else; `field` is what is wrong.
     """
-    # Versions of vLLM before 0.31 have no hints of their own.
-    envelope, params = getattr(request, "kv_hints", None), request.kv_transfer_params
+    envelope, params = request.kv_hints, request.kv_transfer_params
     if envelope is None:
         envelope = _part(params, ENVELOPE)
     if envelope is not None:

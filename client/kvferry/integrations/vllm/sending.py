@@ -16,10 +16,16 @@ from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.first_token import first_token_payload
 from kvferry.integrations.remembered import remember
 from kvferry.integrations.vllm.cached import PrefixCache
-from kvferry.integrations.vllm.holds import BlockHolds, ids_of
-from kvferry.integrations.vllm.outgoing import ComputedPart, OutgoingRequest, contents_of
-from kvferry.integrations.vllm.params import asks_to_publish, publish_reference, published_params, traceparent_of
-from kvferry.integrations.vllm.prompts import prompt_of, published_prompt, shorten
+from kvferry.integrations.vllm.outgoing import BlockHolds, ComputedPart, OutgoingRequest, contents_of, ids_of
+from kvferry.integrations.vllm.requests import (
+    asks_to_publish,
+    prompt_of,
+    publish_reference,
+    published_params,
+    published_prompt,
+    shorten,
+    traceparent_of,
+)
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.values import StepsDone, Summed
 
@@ -111,7 +117,7 @@ class Sending:
             shorten(request, self._setup.withheld)
         outgoing = OutgoingRequest(request, reference, self.prompt(request), self._holds, self._step)
         # The prompt of a session grows, and its last tokens are computed again.
-        outgoing.closed = not reference or bool(getattr(request, "resumable", False))
+        outgoing.closed = not reference or request.resumable
         # A sample may come when the first sample has ended.
         outgoing.follows = bool(reference) and (
             reference in self._used

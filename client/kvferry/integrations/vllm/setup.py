@@ -16,7 +16,6 @@ from kvferry.geometry.model import GroupKind
 from kvferry.integrations.identity import cache_identity
 from kvferry.integrations.vllm.groups import BlockTable, block_tables, readable, readable_later
 from kvferry.integrations.vllm.settings import ConnectorSettings, check_supported
-from kvferry.integrations.vllm.versions import lookahead_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +68,19 @@ class Setup:
         groups = tuple(table.group for table in tables)
         model, cache = vllm_config.model_config, vllm_config.cache_config
         identity = cache_identity(model.model, model, model.hf_config.to_dict(), cache.cache_dtype)
+        ahead = vllm_config.num_prefill_lookahead_tokens
         return cls(
             spec=EngineSpec(transfer.engine_id, groups, parallel.world_size, identity),
             settings=settings,
             caches_prefixes=bool(cache.enable_prefix_caching),
             tables=tables,
             # A drafter of several modules reads so many tokens ahead: decode must not take these from prefill.
-            recomputed=max(1, lookahead_tokens(vllm_config) - 1),
-            rewritten=max(0, lookahead_tokens(vllm_config) - 1),
+            recomputed=max(1, ahead - 1),
+            rewritten=max(0, ahead - 1),
             tails=Tails.ZERO if kv_cache_config.needs_kv_cache_zeroing else Tails.KEEP,
             serves=role != "decode",
             reads=role != "prefill",
-            drains=bool(getattr(vllm_config, "shutdown_timeout", 0)),
+            drains=bool(vllm_config.shutdown_timeout),
             depth=vllm_config.max_concurrent_batches if parallel.data_parallel_size == 1 else None,
             names_inputs=_names_inputs(vllm_config),
             hash_algorithm=cache.prefix_caching_hash_algo,

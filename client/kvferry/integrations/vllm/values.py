@@ -36,7 +36,6 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
         step: number of the step, from 1.
         token: the engine's token, until all workers have registered; then empty. Before, there are no orders for the
             workers' ports.
-        warms: references of sources to connect to ahead of the first read.
         starts: grants of the reads to start.
         grant_steps: later steps of the grants' publications.
         cancels: read_ids of the reads to cancel.
@@ -50,7 +49,6 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
     step: int = 0
     token: str = field(default="", repr=False)
-    warms: list[str] = field(default_factory=list, repr=False)
     starts: list[Grant] = field(default_factory=list)
     grant_steps: list[GrantStep] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
