@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import ByteSize, ValidationError
 from pydantic_settings import BaseSettings, TomlConfigSettingsSource
 
-from kvferry._wire.channel import MAX_CLIENT_CHAIN_BYTES, Address, chain_bytes, read_tls, tls_problems
+from kvferry._wire.channel import MAX_CLIENT_CHAIN_BYTES, Address, chain_bytes, read_tls
 from kvferry.errors import InvalidField, KvferryError
 from kvferry_server.node.certificates import check_in_time, validity
 from kvferry_server.node.config import ENV_PREFIX, GROUPS, NodeConfig, shown
@@ -188,9 +188,8 @@ def file_problems(loaded: Loaded) -> list[str]:
     """Return a line for each unusable file, and for addresses with which kvferryd would not start: the setting, its
     value and origin, and the expected value."""
     config = loaded.config
-    problems = list[InvalidField]() if config.tls is None else tls_problems(config.tls)
-    checks = (_check_policy, _check_addresses) if problems else (_check_dates, _check_policy, _check_addresses)
-    for check in checks:
+    problems: list[InvalidField] = []
+    for check in (_check_tls, _check_policy, _check_addresses):
         try:
             check(config)
         except InvalidField as error:
@@ -235,7 +234,7 @@ def warnings(config: NodeConfig) -> list[str]:
     ]
 
 
-def _check_dates(config: NodeConfig) -> None:
+def _check_tls(config: NodeConfig) -> None:
     if config.tls is not None:
         check_in_time(config.tls, validity(read_tls(config.tls), config.tls), time.time())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.integrations.sglang.settings import Settings
 from kvferry_server.domain.times import Times
 from kvferry_server.node.config import NodeConfig
 from kvferry_server.node.loading import (
@@ -202,6 +204,7 @@ def test_variables_of_clients_are_known() -> None:
     """kvferryd must not warn of clients' variables in the environment of a host that both share."""
     text = "".join(path.read_text() for path in (ROOT / "client").rglob("*.py"))
     read = set(re.findall(r"\bKVFERRY_[A-Z_]*[A-Z]\b", text))
+    read |= {f"KVFERRY_{each.name.upper()}" for each in dataclasses.fields(Settings)}
     assert set(OF_CLIENTS) <= read
     settings = dict.fromkeys(("KVFERRYD_TLS_CA", "KVFERRYD_TLS_CERT", "KVFERRYD_TLS_KEY", "KVFERRYD_DIRECTORY"), "x")
     assert misread_variables({**dict.fromkeys(read, "x"), **settings}) == ([], [])

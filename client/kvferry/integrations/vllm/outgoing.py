@@ -76,43 +76,28 @@ class ComputedPart(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class OutgoingRequest:
-    """A request that will be published.
-
-    Attributes:
-        request: vLLM's request; None: it has finished. It may have images, or embeddings of its whole prompt, which a
-            publication must not keep.
-        reference: the router's reference; empty: none, and the request is published when it has finished.
-        prompt: the prompt at the request's arrival; of a finished request, with the published tokens of the answer.
-        holds: holds blocks of vLLM's pool.
-        held: ids of the blocks that are published or will be soon, which `holds` holds.
-        step: the last step in which the request was scheduled.
-        follows: the request is another sample of the same prompt (n > 1) as a request with the same reference, and only
-            that request is published.
-        publication: None: nothing is published yet.
-        parts: blocks that are not published yet, because some rank has not computed their step.
-        planned: end of the tokens that are published or in `parts`, by group.
-        closed: no more parts of the prompt are planned.
-        withdrawn: the publication has failed, was released early, or was withdrawn.
-        finished: vLLM has finished the request, so the blocks that were published, or will be, last are the last ones.
-        payload: of the publication; comes with its last blocks.
-        contents: `contents_of` the published tokens of a finished sample; None: of other requests.
-    """
+    """A request that will be published."""
 
     request: Any
-    reference: str = field(repr=False)
-    prompt: Prompt
-    holds: BlockHolds
-    step: int = 0
+    """vLLM's request; None: it has finished. It may have images, or embeddings of its whole prompt, which a publication
+    must not keep."""
+    reference: str = field(repr=False)  # the router's; empty: none, the request is published when it has finished
+    prompt: Prompt  # at the request's arrival; of a finished request, with the published tokens of the answer
+    holds: BlockHolds  # holds blocks of vLLM's pool
+    step: int = 0  # the last step in which the request was scheduled
     follows: bool = False
-    publication: Publication | None = None
-    held: list[int] = field(default_factory=list)
-    parts: deque[ComputedPart] = field(default_factory=deque)
-    planned: dict[str, int] = field(default_factory=dict)
-    closed: bool = False
-    withdrawn: bool = False
-    finished: bool = False
-    payload: bytes = b""
+    """The request is another sample of the same prompt (n > 1) as a request with the same reference, and only that
+    request is published."""
+    publication: Publication | None = None  # None: nothing is published yet
+    held: list[int] = field(default_factory=list)  # ids of the blocks that are published or will be soon
+    parts: deque[ComputedPart] = field(default_factory=deque)  # unpublished: some rank has not computed their step
+    planned: dict[str, int] = field(default_factory=dict)  # end of the tokens published or in `parts`, by group
+    closed: bool = False  # no more parts of the prompt are planned
+    withdrawn: bool = False  # the publication has failed, was released early, or was withdrawn
+    finished: bool = False  # by vLLM, so the blocks that were published, or will be, last are the last ones
+    payload: bytes = b""  # of the publication; comes with its last blocks
     contents: tuple[object, ...] | None = None
+    """`contents_of` the published tokens of a finished sample; None: of other requests."""
     request_id: str = field(init=False)
 
     def __post_init__(self) -> None:
