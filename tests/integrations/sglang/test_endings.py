@@ -19,9 +19,9 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from kvferry import EngineSpec, Group, Prompt, Release, ReleaseOutcome
 from kvferry.errors import EngineUnknown, InvalidField
 from kvferry.integrations.sglang import hooks
+from kvferry.integrations.sglang.hooks import MAKES_RECEIVERS, MAKES_SENDERS, tell_receiver, tell_sender
 from kvferry.integrations.sglang.manager import Counts, KvferryManager
 from kvferry.integrations.sglang.receiver import KvferryReceiver
-from kvferry.integrations.sglang.registration import MAKES_RECEIVERS, MAKES_SENDERS, tell_receiver, tell_sender
 from kvferry.integrations.sglang.sender import KvferrySender
 from tests.integrations.sglang.played import GIVEN, PROMPT, ROOM, PlayedManager, reading
 

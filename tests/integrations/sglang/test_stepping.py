@@ -18,19 +18,19 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.utils import TypeBasedDispatcher
 
 from kvferry.errors import PrefixMiss
-from kvferry.integrations.sglang import registration
+from kvferry.integrations.sglang import hooks
 from kvferry.integrations.sglang.answers import AnswerStep
-from kvferry.integrations.sglang.registration import (
+from kvferry.integrations.sglang.hooks import (
     IS_IDLE,
     MAKES_HANDLERS,
     SENDS_TO_RANKS,
     UNLOADS,
     Waker,
-    exchange_prefixes,
     forget_adapter,
     is_idle,
     send_along,
 )
+from kvferry.integrations.sglang.registration import exchange_prefixes
 from kvferry.testing import Fabric
 from tests.integrations.sglang.played_radix import PAGE, Asker, Rank, Source
 from tests.support.waiting import until
@@ -42,8 +42,8 @@ TEXT = [*range(100, 100 + 10 * PAGE)]
 def fabric() -> Iterator[Fabric]:
     with Fabric() as made:
         yield made
-    registration.parts.clear()
-    registration.wakers.clear()
+    hooks.parts.clear()
+    hooks.wakers.clear()
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_step_goes_to_the_ranks_with_requests_and_is_handled_as_one(
             assert isinstance(each, AnswerStep)
             assert scheduler._request_dispatcher(each) is None
             steps.append(each)
-        return read.done() and not registration.parts[0].holding
+        return read.done() and not hooks.parts[0].holding
 
     until(answered)
     assert read.result(0).end_token == 10 * PAGE
@@ -125,7 +125,7 @@ def test_cache_is_not_emptied_while_pages_are_held(
     assert idle is not Scheduler.is_fully_idle
     scheduler = scheduler_of(source.leader)
     exchange_prefixes(None, scheduler)
-    registration.parts[:] = [source.leader.answers]
+    hooks.parts[:] = [source.leader.answers]
     flushed: list[Any] = []
     emptied: list[bool] = []
 
@@ -179,7 +179,7 @@ def test_questions_are_answered_only_with_all_hooks(
     """SGLang only logs if a method that a plug-in hooks is not there."""
     hooked(monkeypatch, left_out)
     exchange_prefixes(None, scheduler_of(source.leader, backend))
-    assert bool(registration.parts) == (not left_out and backend == "kvferry")
+    assert bool(hooks.parts) == (not left_out and backend == "kvferry")
     exchange_prefixes(None, SimpleNamespace())
 
 

@@ -28,8 +28,8 @@ from kvferry.integrations.identity import cache_identity
 from kvferry.integrations.remembered import remember
 from kvferry.integrations.sglang.aux_rows import AuxRows
 from kvferry.integrations.sglang.bootstrap import Source, Sources, register_source, room_is_usable
+from kvferry.integrations.sglang.hooks import MAKES_RECEIVERS, MAKES_SENDERS, holds_until_quiet, is_hooked
 from kvferry.integrations.sglang.pools import FULL, Pools, describe_pools
-from kvferry.integrations.sglang.registration import MAKES_RECEIVERS, MAKES_SENDERS, holds_until_quiet, is_hooked
 from kvferry.integrations.sglang.settings import Settings, check_supported
 from kvferry.stats import METRICS
 
