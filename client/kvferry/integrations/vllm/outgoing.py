@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvferry import Prompt, Publication
+from kvferry import Prompt, Publication, Question
 from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.vllm.groups import BlockTable
 
@@ -76,11 +76,12 @@ class ComputedPart(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class OutgoingRequest:
-    """A request that will be published."""
+    """A request that will be published, or the answer to another engine's question."""
 
+    request_id: str
     request: Any
-    """vLLM's request; None: it has finished. It may have images, or embeddings of its whole prompt, which a publication
-    must not keep."""
+    """vLLM's request; None: it has finished, or this is an answer. It may have images, or embeddings of its whole
+    prompt, which a publication must not keep."""
     reference: str = field(repr=False)  # the router's; empty: none, the request is published when it has finished
     prompt: Prompt  # at the request's arrival; of a finished request, with the published tokens of the answer
     holds: BlockHolds  # holds blocks of vLLM's pool
@@ -98,10 +99,8 @@ class OutgoingRequest:
     payload: bytes = b""  # of the publication; comes with its last blocks
     contents: tuple[object, ...] | None = None
     """`contents_of` the published tokens of a finished sample; None: of other requests."""
-    request_id: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.request_id = str(self.request.request_id)
+    question: Question | None = None  # None: it is a request
+    computed_from: frozenset[int] = frozenset()  # ids of the blocks from which the blocks of an answer were computed
 
     @property
     def parent(self) -> str:
@@ -128,7 +127,7 @@ class OutgoingRequest:
                 self.planned[name] = found.end_token or 0
         if blocks:
             # Held from now on, because vLLM may free the blocks before the step has ended.
-            self._hold(blocks)
+            self.hold(blocks)
             self.parts.append(ComputedPart(self.step, blocks))
 
     def forget_parts(self) -> None:
@@ -147,7 +146,7 @@ class OutgoingRequest:
             table.group.name: table.rest(blocks[table.group.name], self.planned.get(table.group.name, 0))
             for table in tables
         }
-        self._hold(found)
+        self.hold(found)
         return found
 
     def free(self) -> None:
@@ -155,7 +154,7 @@ class OutgoingRequest:
         ids, self.held = self.held, []
         self.holds.drop(ids)
 
-    def _hold(self, blocks: Mapping[str, Blocks]) -> None:
+    def hold(self, blocks: Mapping[str, Blocks]) -> None:
         ids = ids_of(blocks)
         self.holds.add(ids)
         self.held += ids
