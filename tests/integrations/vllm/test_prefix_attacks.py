@@ -69,7 +69,7 @@ def test_cost_of_an_answer_does_not_grow_with_those_that_are_held(
 
     monkeypatch.setattr(engine.pool, "touch", noted)
     # None looks at the others.
-    engine.answers._published = Unlisted()
+    engine.sending._published = Unlisted()
     for _ in range(20):
         assert not isinstance(engine.answer(TEXT), MissReason)
     assert held == [10, *[0] * 19]

@@ -384,8 +384,8 @@ class Sending:
         """Withdraw a publication of a preempted request if nothing has been computed for long."""
         preempted = [
             outgoing
-            for outgoing in (self._published.values() if idle else ())
-            if outgoing.request is not None
+            for outgoing in (self._requests.values() if idle else ())
+            if outgoing.publication is not None
             and not outgoing.withdrawn
             and outgoing.request.status is RequestStatus.PREEMPTED
         ]
@@ -395,7 +395,7 @@ class Sending:
             self._idle_since = self._now()
         elif self._now() - self._idle_since > STUCK:
             self._idle_since = None
-            # The last that was published, because vLLM computes the others first.
+            # The last that came, because vLLM computes the others first.
             outgoing = preempted[-1]
             logger.warning(
                 "request %r was preempted, and the blocks that are published keep it from being computed again: its "
