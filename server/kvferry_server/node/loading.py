@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import ByteSize, ValidationError
 
 from kvferry._directory.file import parse_toml
-from kvferry._wire.channel import Address, read_tls, tls_problems
+from kvferry._wire.channel import Address, read_tls
 from kvferry.errors import InvalidField, KvferryError
 from kvferry_server.node.certificates import check_in_time, validity
 from kvferry_server.node.config import ENV_PREFIX, GROUPS, NodeConfig, shown
@@ -165,7 +165,7 @@ def file_problems(loaded: Loaded) -> list[str]:
     value and origin, and the expected value."""
     config = loaded.config
     tls, policy, unix = config.tls, config.policy, config.unix_path
-    problems = [] if tls is None else tls_problems(tls)
+    problems: list[InvalidField] = []
 
     def check(what: Callable[[], object]) -> None:
         try:
@@ -173,7 +173,7 @@ def file_problems(loaded: Loaded) -> list[str]:
         except InvalidField as error:
             problems.append(error)
 
-    if tls is not None and not problems:
+    if tls is not None:
         check(lambda: check_in_time(tls, validity(read_tls(tls), tls), time.time()))
     if policy is not None:
         check(lambda: read_policy(policy))

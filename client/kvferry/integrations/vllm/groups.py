@@ -42,25 +42,17 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """vLLM's list of a request's blocks in one group.
+    """vLLM's list of a request's blocks in one group."""
 
-    Attributes:
-        index: number of the group in vLLM's configuration.
-        group: the group.
-        entry_tokens: tokens per entry of the table, also in tables of states.
-        chunk_tokens: the chunk size of chunked local attention; else 0.
-        window_tokens: the size of a sliding window; else 0. To kvferry such a group is one of tokens, whose tables
-            begin late: the planner would read a window from its first token on, but vLLM takes each full block that was
-            read into for its prefix cache, also the block in which the window begins. So whole blocks are read.
-        draft_blocks: blocks of a state for drafts, behind its own block.
-    """
-
-    index: int
+    index: int  # number of the group in vLLM's configuration
     group: Group
-    entry_tokens: int
-    chunk_tokens: int = 0
+    entry_tokens: int  # tokens per entry of the table, also in tables of states
+    chunk_tokens: int = 0  # the chunk size of chunked local attention; else 0
     window_tokens: int = 0
-    draft_blocks: int = 0
+    """The size of a sliding window; else 0. To kvferry such a group is one of tokens, whose tables begin late: the
+    planner would read a window from its first token on, but vLLM takes each full block that was read into for its
+    prefix cache, also the block in which the window begins. So whole blocks are read."""
+    draft_blocks: int = 0  # blocks of a state for drafts, behind its own block
 
     @property
     def forgets(self) -> bool:

@@ -32,45 +32,29 @@ AWAKE = 1.0
 that time: vLLM frees their blocks at once, and its metrics show the reads."""
 
 ASLEEP = 0.02
-"""Seconds of waiting in a step of an engine that drains and only holds publications, which delay a new request. If vLLM
-asks again whether it may rest after at least so many seconds, it has waited for input in between."""
+"""Seconds of waiting in a step of an engine that drains and only holds publications, which delay a new request."""
 
 
 class Rest:
-    """Decides when vLLM may rest although publications are held.
+    """Decides when vLLM may rest although publications are held. Their releases are taken when vLLM asks whether it may
+    rest on, which happens for every input, and when a request comes, before vLLM looks for the request's blocks.
 
-    Publications that are released during a rest are freed when vLLM asks whether it may rest on, which happens for
-    every input, and when a request comes, before vLLM looks for the request's blocks.
-
-    An input that is not a request ends the rest until no publication is held. The input may pause vLLM: vLLM pauses
-    when it has no work, and resets its prefix cache, which is an error while blocks are held.
-
-    Args:
-        drains: vLLM finishes its work before it ends. Then it never rests: the connector is not informed of the end,
-            and vLLM would not wait for the readers of held publications.
-        now: the clock, in seconds.
+    An engine that `drains`, which means that vLLM finishes its work before it ends, never rests: the connector is not
+    informed of the end, and vLLM would not wait for the readers of held publications.
     """
 
     def __init__(self, *, drains: bool, now: Callable[[], float]) -> None:
         self._drains = drains
         self._now = now
         self._until = 0.0
-        self._rested: float | None = None
-        """Time of the last answer that vLLM may rest; None: there was an event since."""
-        self._woken = False
 
     def did_something(self) -> None:
         """Record an event: a request has come or ended, or a step computes something or has freed blocks."""
         self._until = self._now() + AWAKE
-        self._rested = None
 
     def may_rest(self, *, holding: bool) -> bool:
         """Return whether vLLM may rest now, if it has no requests; `holding`: publications are held."""
-        now = self._now()
-        self._woken = holding and (self._woken or (self._rested is not None and now - self._rested >= ASLEEP))
-        rests = not holding or not (self._drains or self._woken or now < self._until)
-        self._rested = now if rests and holding else None
-        return rests
+        return not holding or not (self._drains or self._now() < self._until)
 
     @property
     def denied(self) -> bool:

@@ -16,41 +16,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Load:
-    """A request that decode wants to read.
+    """A request that decode wants to read."""
 
-    Attributes:
-        reference: reference of the publication to read; of a prefix, the engine that is asked and the prompt.
-        until: end of the time to read, on the scheduler's clock.
-        traceparent: of the request's trace; empty: none.
-        prompt: set when the request is to be read and does not follow another.
-        follows: another request of the same reference is read, and this request waits to find its blocks in vLLM's
-            prefix cache, without a lease of its own.
-        found: the request follows, and the blocks are in the prefix cache.
-        waits: there was no news since vLLM was last answered to ask again.
-        computed: number of tokens that are computed already, according to vLLM's last call.
-        reading: the request has blocks, and the workers are reading into them.
-        aborted: vLLM has aborted the request.
-        failed: the read has failed, and the failure is on its way to vLLM.
-        error: of a refused or a failed read. Both are reported to vLLM alike, after vLLM has allocated blocks.
-        prefix: vLLM's request, of which only a prefix is wanted: what cannot be read is computed, whatever vLLM does
-            with failed reads. None: the request reads a publication that its router names.
-        source: of a prefix, the engine that is asked: its own reference, or its name and home.
-    """
-
-    reference: str = field(repr=False)
-    until: float
-    traceparent: str = ""
-    prompt: Prompt = Prompt.unknown
+    reference: str = field(repr=False)  # of the publication; of a prefix, the engine that is asked and the prompt
+    until: float  # end of the time to read, on the scheduler's clock
+    traceparent: str = ""  # of the request's trace; empty: none
+    prompt: Prompt = Prompt.unknown  # set when the request is to be read and does not follow another
     follows: bool = False
-    found: bool = False
-    waits: bool = False
-    computed: int = 0
-    reading: bool = False
-    aborted: bool = False
-    failed: bool = False
+    """Another request of the same reference is read, and this request waits to find its blocks in vLLM's prefix cache,
+    without a lease of its own."""
+    found: bool = False  # the request follows, and the blocks are in the prefix cache
+    waits: bool = False  # there was no news since vLLM was last answered to ask again
+    computed: int = 0  # tokens that are computed already, according to vLLM's last call
+    reading: bool = False  # the request has blocks, and the workers are reading into them
+    aborted: bool = False  # by vLLM
+    failed: bool = False  # the read has failed, and the failure is on its way to vLLM
     error: KvferryError | None = None
+    """Of a refused or a failed read. Both are reported to vLLM alike, after vLLM has allocated blocks."""
     prefix: Any = None
+    """vLLM's request, of which only a prefix is wanted: what cannot be read is computed, whatever vLLM does with failed
+    reads. None: the request reads a publication that its router names."""
     source: str | Listing = field(default="", repr=False)
+    """Of a prefix, the engine that is asked: its own reference, or its name and home."""
 
 
 class Loads:

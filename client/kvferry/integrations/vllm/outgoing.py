@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvferry import Prompt, Publication
+from kvferry import Prompt, Publication, Question
 from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.vllm.groups import BlockTable
 
@@ -76,47 +76,31 @@ class ComputedPart(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class OutgoingRequest:
-    """A request that will be published.
+    """A request that will be published, or the answer to another engine's question."""
 
-    Attributes:
-        request: vLLM's request; None: it has finished. It may have images, or embeddings of its whole prompt, which a
-            publication must not keep.
-        reference: the router's reference; empty: none, and the request is published when it has finished.
-        prompt: the prompt at the request's arrival; of a finished request, with the published tokens of the answer.
-        holds: holds blocks of vLLM's pool.
-        held: ids of the blocks that are published or will be soon, which `holds` holds.
-        step: the last step in which the request was scheduled.
-        follows: the request is another sample of the same prompt (n > 1) as a request with the same reference, and only
-            that request is published.
-        publication: None: nothing is published yet.
-        parts: blocks that are not published yet, because some rank has not computed their step.
-        planned: end of the tokens that are published or in `parts`, by group.
-        closed: no more parts of the prompt are planned.
-        withdrawn: the publication has failed, was released early, or was withdrawn.
-        finished: vLLM has finished the request, so the blocks that were published, or will be, last are the last ones.
-        payload: of the publication; comes with its last blocks.
-        contents: `contents_of` the published tokens of a finished sample; None: of other requests.
-    """
-
+    request_id: str
     request: Any
-    reference: str = field(repr=False)
-    prompt: Prompt
-    holds: BlockHolds
-    step: int = 0
+    """vLLM's request; None: it has finished, or this is an answer. It may have images, or embeddings of its whole
+    prompt, which a publication must not keep."""
+    reference: str = field(repr=False)  # the router's; empty: none, the request is published when it has finished
+    prompt: Prompt  # at the request's arrival; of a finished request, with the published tokens of the answer
+    holds: BlockHolds  # holds blocks of vLLM's pool
+    step: int = 0  # the last step in which the request was scheduled
     follows: bool = False
-    publication: Publication | None = None
-    held: list[int] = field(default_factory=list)
-    parts: deque[ComputedPart] = field(default_factory=deque)
-    planned: dict[str, int] = field(default_factory=dict)
-    closed: bool = False
-    withdrawn: bool = False
-    finished: bool = False
-    payload: bytes = b""
+    """The request is another sample of the same prompt (n > 1) as a request with the same reference, and only that
+    request is published."""
+    publication: Publication | None = None  # None: nothing is published yet
+    held: list[int] = field(default_factory=list)  # ids of the blocks that are published or will be soon
+    parts: deque[ComputedPart] = field(default_factory=deque)  # unpublished: some rank has not computed their step
+    planned: dict[str, int] = field(default_factory=dict)  # end of the tokens published or in `parts`, by group
+    closed: bool = False  # no more parts of the prompt are planned
+    withdrawn: bool = False  # the publication has failed, was released early, or was withdrawn
+    finished: bool = False  # by vLLM, so the blocks that were published, or will be, last are the last ones
+    payload: bytes = b""  # of the publication; comes with its last blocks
     contents: tuple[object, ...] | None = None
-    request_id: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.request_id = str(self.request.request_id)
+    """`contents_of` the published tokens of a finished sample; None: of other requests."""
+    question: Question | None = None  # None: it is a request
+    computed_from: frozenset[int] = frozenset()  # ids of the blocks from which the blocks of an answer were computed
 
     @property
     def parent(self) -> str:
@@ -143,7 +127,7 @@ class OutgoingRequest:
                 self.planned[name] = found.end_token or 0
         if blocks:
             # Held from now on, because vLLM may free the blocks before the step has ended.
-            self._hold(blocks)
+            self.hold(blocks)
             self.parts.append(ComputedPart(self.step, blocks))
 
     def forget_parts(self) -> None:
@@ -162,7 +146,7 @@ class OutgoingRequest:
             table.group.name: table.rest(blocks[table.group.name], self.planned.get(table.group.name, 0))
             for table in tables
         }
-        self._hold(found)
+        self.hold(found)
         return found
 
     def free(self) -> None:
@@ -170,7 +154,7 @@ class OutgoingRequest:
         ids, self.held = self.held, []
         self.holds.drop(ids)
 
-    def _hold(self, blocks: Mapping[str, Blocks]) -> None:
+    def hold(self, blocks: Mapping[str, Blocks]) -> None:
         ids = ids_of(blocks)
         self.holds.add(ids)
         self.held += ids

@@ -68,7 +68,7 @@ class ConnectorScheduler:
         self._sums: list[Summed] = []
         """Published blocks that the workers will sum, in integrity mode."""
         self._sending = Sending(setup, self._port, cache, self._sums, self._stats.count)
-        self._answers = Answers(setup, self._port, cache, self._sums, self._stats.count)
+        self._answers = Answers(setup, self._port, cache, self._sending)
         self._prefixes = Prefixes(setup, self._port, cache, self._client.directory, self._stats.count)
         self._idle = IdleSteps(self._port, setup.depth)
         self._rest = Rest(drains=setup.drains, now=now)
@@ -241,11 +241,11 @@ class ConnectorScheduler:
             self._rest.did_something()
         self._take_news()
         step = self._sending.begin(scheduled)
-        if self._answers.begin(step, refuses=self._paused()):
+        if self._answers.work(refuses=self._paused()):
             self._rest.did_something()
         registered = self._all_registered()
         reads, publishes, ready = bool(self._loads), self._publishes, bool((self._starts and registered) or self._ends)
-        holds = self._holds and self._rest.denied
+        holds = self._sending.holding and self._rest.denied
         waits = self._idle.begin(idle=idle, reads=reads, publishes=publishes, ready=ready, holds=holds)
         metadata = StepMetadata(step, waits=waits, asks=self._publishes)
         if registered:
@@ -293,7 +293,6 @@ class ConnectorScheduler:
         # First, because blocks that were computed from lost ones must not be published.
         if lost:
             self._sending.lost(lost)
-            self._answers.lost(lost)
         if news is None:
             return
         self._registered |= news.registered
@@ -302,14 +301,13 @@ class ConnectorScheduler:
         for output in news.outputs:
             self._port.collect(output)
         self._sending.computed(news.done())
-        self._answers.computed(self._sending.ended)
 
     def has_work(self) -> bool:
         """Return whether vLLM must run steps even without a request: workers are being registered, or must report the
         progress of their devices, or readers are likely to end soon, see `Rest`."""
         if not self._all_registered() or self._publishes or self._sums:
             return True
-        if self._holds:
+        if self._sending.holding:
             # While vLLM rests, only this call takes releases, and vLLM makes this call before it pauses.
             self._take_released()
         # This call alone takes questions, too.
@@ -320,8 +318,8 @@ class ConnectorScheduler:
             return True
         if paused:
             # vLLM completes a pause when there is no work, and then no block may be held.
-            return self._holds
-        return not self._rest.may_rest(holding=self._holds)
+            return self._sending.holding
+        return not self._rest.may_rest(holding=self._sending.holding)
 
     def take_stats(self) -> KvferryStats | None:
         """Return the counts since the last call; None: there are none."""
@@ -340,17 +338,13 @@ class ConnectorScheduler:
     def _take_released(self) -> bool:
         """Free the blocks of released publications; return whether there were any."""
         releases = self._port.released()
-        self._sending.released(self._answers.released(releases))
+        self._sending.released(releases)
         return bool(releases)
 
     @property
     def _publishes(self) -> bool:
         """Whether blocks wait to be published."""
         return self._sending.waiting or self._answers.waiting
-
-    @property
-    def _holds(self) -> bool:
-        return self._sending.holding or self._answers.holding
 
     def _all_registered(self) -> bool:
         return len(self._registered) == self._setup.spec.num_ranks

@@ -37,30 +37,9 @@ ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class ConnectorSettings:
-    """The settings of the connector, equal in all processes of an engine.
+    """The settings of the connector, equal in all processes of an engine; docs/vllm.md explains each.
 
     The objects are those of `Client`, written as JSON objects with the same fields; files are paths.
-
-    Attributes:
-        address: address of this node's server, ``unix:/path`` or ``host:port``; otherwise from ``KVFERRY_ADDRESS``.
-        role: "prefill": others read from the engine; "decode": it reads from others; "both"; None: by vLLM's
-            ``kv_role``.
-        allowed_homes: shell patterns of the ``host:port`` of homes to which clients may connect without TLS.
-        directory: URL of the directory of homes and engines; empty: none.
-        home_in_references: whether references carry the address of the home.
-        read_timeout: seconds until a read fails, the wait for its publication included.
-        start_timeout: seconds for which the engine waits for its node server when it starts.
-        prefix_share: share of the cache's blocks that may be held for engines that have asked for prefixes; 0: none.
-        prefix_wait: seconds for which a request waits for the answer of an engine that is asked for its prefix.
-        tls: files for TLS; None: no TLS.
-        nixl: how bytes move.
-        staging: when and how small pieces go through staging memory.
-        integrity: whether published blocks are summed, and read blocks are compared with the sums.
-        prompt_check, optimistic: see `Client`.
-        self_check: whether each rank checks at its start that vLLM writes where the planes declare. If False, only
-            layouts that the tests have proven are served.
-        traces: whether to record the spans of reads with OpenTelemetry, by the tracer provider of each process: see
-            `kvferry.integrations.otel`.
     """
 
     address: str

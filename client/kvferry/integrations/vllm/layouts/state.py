@@ -23,7 +23,7 @@ from vllm.utils.torch_utils import get_dtype_size
 from kvferry.errors import BadGeometry, InvalidField
 from kvferry.geometry.plane import Interval, Plane
 from kvferry.geometry.tensors import Part, TensorView, planes_of_tensor, view_of
-from kvferry.integrations.vllm.layouts.layer import Layer
+from kvferry.integrations.vllm.layouts.orders import Layer
 
 _GROUP_COUNTS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
 """Names of the number of Mamba-2's groups in configurations of models."""
