@@ -224,7 +224,7 @@ def test_a_device_that_runs_out_of_memory_while_it_permutes_fails_one_read_quiet
         expansion = world.expand({"full": Blocks([1])}, {"full": Blocks([2])})
         (planned,) = expansion.sources
         transfer = Transfer("t", expansion.total_bytes, None, lambda: 0.0, lambda: None)
-        chunk = StagedWork(transfer, info, planned.staged, pool, 0.0, planned.footprint).next(NixlOptions())
+        chunk = StagedWork(transfer, info, planned.staged, pool, 0.0).next(NixlOptions())
         assert chunk is not None
         assert chunk.owner.begin()
         chunk.owner.landed(chunk.descriptors.total_bytes)

@@ -218,9 +218,7 @@ TARGETS: dict[str, Target] = {
             "RegionMap._ends_at: len(bases) == 1 -> len(bases) != 1": SHORT_CUT,
         },
     ),
-    "client/kvferry/planner/footprint.py": Target(
-        (FOOTPRINT, ORACLE), {"Slabs.room: address < end -> address <= end": "there is no room either way"}
-    ),
+    "client/kvferry/planner/footprint.py": Target((FOOTPRINT, ORACLE)),
     "client/kvferry/_transport/transfer.py": Target((("tests/transport/test_tracking.py",), READS)),
     "client/kvferry/_transport/peer_link.py": Target(
         (LINKS, READS),
