@@ -274,7 +274,7 @@ def to_text(plans: Sequence[ReadPlan]) -> str:
     for plan, lines in zip(plans, explained, strict=True):
         name = plan.rank.label
         for line in lines:
-            rows.append((str(numbers[id(line)]), name, *_cells(line, order)))
+            rows.append((str(numbers[id(line)]), name, *cells_of(line, order)))
             name = ""
         if not lines:
             rows.append(("", name, "nothing", *[""] * 9))
@@ -295,7 +295,8 @@ def to_text(plans: Sequence[ReadPlan]) -> str:
     return "\n".join(text)
 
 
-def _cells(line: ReadLine, order: Mapping[str, int]) -> tuple[str, ...]:
+def cells_of(line: ReadLine, order: Mapping[str, int]) -> tuple[str, ...]:
+    """A read as the cells of a table; the first is the source rank."""
     descriptors = str(line.descriptors_per_block)
     if line.pieces_per_block != line.descriptors_per_block:
         descriptors += f" (of {line.pieces_per_block} pieces)"
