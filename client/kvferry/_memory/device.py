@@ -47,9 +47,6 @@ this is much more than on the host."""
 STREAM_PRIORITY = -2
 """The default is 0; programs that want a higher priority take -1, and NCCL, if configured so, takes the highest, -3."""
 
-INDICES = 4096
-"""Initial size of a thread's pinned memory for indices, in indices."""
-
 
 class DeviceAccess:
     """`MemoryAccess` to the memory of one device. An address is found by the tensor in which it lies.
@@ -168,14 +165,12 @@ class DeviceAccess:
 
 
 class _Queue:
-    """The work that one thread gives the device: on a stream, and with pinned memory, of the thread's own."""
+    """The work that one thread gives the device, on a stream of the thread's own."""
 
     def __init__(self, torch: Any, device: Any) -> None:
         self._torch = torch
         self._device = device
         self._stream: Any = None
-        self._pinned: Any = None
-        self._used = 0
         self._indices: dict[int, tuple[npt.NDArray[Any], Any]] = {}
         """The uploaded indices by the identity of their array, which is kept: no other array gets this identity."""
         if device.type != "cpu":
@@ -200,34 +195,15 @@ class _Queue:
             return selected
         known = self._indices.get(id(array))
         if known is None:
-            known = self._indices[id(array)] = array, self._upload(array)
+            uploaded = self._torch.empty(len(array), dtype=self._torch.int64, device=self._device)
+            known = self._indices[id(array)] = array, uploaded.copy_(self._torch.from_numpy(array))
         return known[1]
-
-    def _upload(self, array: npt.NDArray[Any]) -> Any:
-        host = self._torch.from_numpy(array)
-        if self._stream is None:
-            return host
-        end = self._used + len(array)
-        if self._pinned is None or end > len(self._pinned):
-            # torch's allocator of pinned memory keeps the old memory until its indices have been copied.
-            count = max(INDICES, 2 * end)
-            self._pinned, self._used = self._torch.empty(count, dtype=self._torch.int64, pin_memory=True), 0
-            end = len(array)
-        place = self._pinned[self._used : end]
-        place.copy_(host)
-        self._used = end
-        on_device = self._torch.empty(len(array), dtype=self._torch.int64, device=self._device)
-        return on_device.copy_(place, non_blocking=True)
 
     def _finish(self) -> None:
         try:
             if self._stream is not None:
                 self._stream.synchronize()
         except Exception as error:
-            # The device may still copy indices from the pinned memory: new ones in their place would direct its writes
-            # into another read's blocks. torch's allocator reuses the memory when the device has copied it.
-            self._pinned = None
             raise StillCopying(f"{self._device}: {error!r}") from error
         finally:
             self._indices.clear()
-            self._used = 0
