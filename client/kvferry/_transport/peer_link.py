@@ -10,7 +10,7 @@ import enum
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from kvferry._logs import Log
 from kvferry._transport.nixl_agent import AgentInfo, HandleState, NixlError, ReadHandle, ReadingAgent
@@ -210,6 +210,18 @@ class Link:
     def next_poll(self) -> float | None:
         """When `poll` is due again; None if no read under way can answer."""
         return self._poll_at if self._answering() else None
+
+    def alarms(self) -> Iterator[float]:
+        """When something is due even if the peer sends nothing."""
+        # Deadlines of posted chunks, and fence times, are checked between polls.
+        poll = self.next_poll()
+        if poll is not None:
+            yield poll
+        if self.state is LinkState.WARMING:
+            yield from map(self.answer_due, self.queued)
+        for work in (*self.queued, *self.waiting):
+            if work.owner.deadline is not None:
+                yield work.owner.deadline
 
     def settle(self, now: float) -> None:
         """Judge deadlines, fail work whose wait for the first answer is over, and drop ended work."""
