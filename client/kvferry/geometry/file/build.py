@@ -30,6 +30,10 @@ from kvferry.geometry.plane import Interval, MemoryKind, Plane, TokenShard, shar
 
 KINDS = {"full": GroupKind.TOKENS, "window": GroupKind.WINDOW, "state": GroupKind.STATE}
 
+MAX_PLANES = 1 << 16
+"""The most planes of all ranks together. No message could carry more."""
+MAX_RANK_LAYERS = 1 << 20
+"""Ranks times layers of all groups, held or not."""
 FIRST_ADDRESS = 1 << 32
 """The beginning of each rank's allocation; not zero, so that no address looks like "none"."""
 ALIGNMENT = 4096
@@ -230,6 +234,12 @@ def build_engine(file: GeometryFile) -> EngineGeometry:
     names = [part.group.name for part in parts]
     if twice := [index for index, name in enumerate(names) if names.count(name) > 1]:
         raise InvalidField(f"groups[{twice[0]}].name", names[twice[0]], "a name that no other group has")
+    planes = tp_size * sum(len(part.layers) * len(part.components) for part in parts)
+    if planes > MAX_PLANES:
+        raise InvalidField("model.layers", layers, f"layers that make at most {MAX_PLANES} planes, not {planes}")
+    looked_at = tp_size * pp_size * sum(len(part.layers) for part in parts)
+    if looked_at > MAX_RANK_LAYERS:
+        raise InvalidField("pp_size", pp_size, f"ranks times layers of at most {MAX_RANK_LAYERS}, not {looked_at}")
     ranks = [_rank(file, parts, stages, tp, pp) for pp in range(pp_size) for tp in range(tp_size)]
     groups = tuple(part.group for part in parts)
     return EngineGeometry(file.engine_id, groups, tuple(ranks), file.identity, partial=file.partial)
