@@ -19,9 +19,8 @@ import torch
 
 from kvferry._loop import Loop
 from kvferry._memory.access import StillCopying
-from kvferry._memory.device import DeviceAccess
+from kvferry._memory.device import DeviceAccess, check_stable
 from kvferry._memory.rank_memory import RankMemory
-from kvferry._memory.usable import check_stable
 from kvferry._reads.runtime import _MeasuredCosts
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions

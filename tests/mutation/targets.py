@@ -223,7 +223,6 @@ TARGETS: dict[str, Target] = {
             "Link.poll: now < self._poll_at or self.quiet -> now < self._poll_at": "what is quiet has nothing to check",
         },
     ),
-    "client/kvferry/_transport/peer_links.py": Target((READING, THREADS, READS)),
     "client/kvferry/_transport/peer_work.py": Target((LINKS, READS)),
     "client/kvferry/_transport/reading_thread.py": Target((READING, THREADS, READS)),
     "client/kvferry/_transport/transport.py": Target((READING, THREADS, READS, STAGING)),

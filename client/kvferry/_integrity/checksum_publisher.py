@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -99,7 +99,7 @@ class Checksummer:
     async def _end(self) -> None:
         for sender in self._senders:
             sender.cancel()
-        running = (*self._senders, *([] if self._page is None else [self._page]))
+        running: list[asyncio.Future[Any]] = [*self._senders, *([] if self._page is None else [self._page])]
         if running:
             await asyncio.wait(running)
 

@@ -31,7 +31,6 @@ import numpy.typing as npt
 
 from kvferry._memory.access import StagingSpace, StillCopying, block_cells, bytes_per_unit, selection
 from kvferry._memory.current_device import ignore_captures
-from kvferry._memory.usable import check_stable
 from kvferry.errors import InvalidField, TransferFailed
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import Interval, MemoryKind, Plane
@@ -207,3 +206,32 @@ class _Queue:
             raise StillCopying(f"{self._device}: {error!r}") from error
         finally:
             self._indices.clear()
+
+
+def check_stable(regions: Iterable[MemoryRegion]) -> None:
+    """Raise `InvalidField` for device memory in an expandable segment of torch. Other allocators are not checked.
+
+    Device memory has to stay where it is mapped. With ``expandable_segments:True``, torch maps physical memory into its
+    segments as they grow, with CUDA's functions for virtual memory. ``cuda_ipc`` cannot export such memory, so reads on
+    one host silently become several hundred times slower (NIXL, issue 1754). Pages that torch maps anew are not those
+    that were registered for RDMA; vLLM refuses the setting for every connector (vLLM 0.32.0, ``vllm/config/vllm.py``).
+    torch's list of segments also shows settings made in the program, and pools without such segments, e.g. that of
+    vLLM's sleep mode.
+    """
+    on_device = [region for region in regions if region.memory_kind is MemoryKind.VRAM]
+    torch: Any = sys.modules.get("torch")
+    if not on_device or torch is None or not torch.cuda.is_available():
+        return
+    if torch.cuda.get_allocator_backend() != "native":
+        return
+    for segment in torch.cuda.memory_snapshot():
+        first, device = segment["address"], segment["device"]
+        last = first + segment["total_size"]
+        for region in on_device:
+            inside = region.device == device and region.base < last and first < region.base + region.length
+            if inside and segment.get("is_expandable", False):
+                raise InvalidField(
+                    "regions",
+                    f"{region.length} bytes at {region.base:#x} of device {device}, in an expandable segment",
+                    "memory that stays mapped: leave expandable_segments:True out of PYTORCH_CUDA_ALLOC_CONF",
+                )

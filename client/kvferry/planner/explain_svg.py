@@ -41,10 +41,13 @@ def to_svg(plans: Sequence[ReadPlan]) -> str:
     bottom = top + len(explained) * CELL_HEIGHT
     height = bottom + LEGEND + MARGIN
     title = f"{plans[0].destination.engine_id} reads from {plans[0].source.engine_id}" if plans else "no plan"
+    names = (", ".join(dict.fromkeys(line.source.label for line in lines)) or "no rank" for lines in explained)
+    described = [f"{plan.rank.label} reads from {name}." for plan, name in zip(plans, names, strict=True)]
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" aria-labelledby="title" font-family="{FONT}" font-size="11">',
+        f'role="img" aria-labelledby="title desc" font-family="{FONT}" font-size="11">',
         f'<title id="title">{escape(title)}</title>',
+        f'<desc id="desc">{escape(" ".join(described) or title)}</desc>',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         _text(MARGIN, MARGIN + 14, title, size=15, weight="bold"),
         _text(left + 6, top - 38, "source ranks", fill=GREY),
