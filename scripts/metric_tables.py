@@ -24,12 +24,20 @@ LISTS: dict[str, list[Metric]] = {
     "engines": list(stats.METRICS.values()),
     "vLLM": [metric for metric, _ in of_vllm.METRICS.values()],
 }
+LIMIT = re.compile(r"The limit of (\w+)\.")
 PLACE = re.compile(r"(<!-- metrics of ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def listed(metrics: Iterable[Metric]) -> str:
-    """The list of some metrics: name, type, labels with their values, meaning."""
-    return "\n".join(f"- `{metric.full_name}` ({_kind(metric)}): {metric.documentation}" for metric in metrics) + "\n"
+    """The list of some metrics: name, type, labels with their values, meaning. A limit stands beside what it limits."""
+    lines: list[str] = []
+    for metric in metrics:
+        limited = LIMIT.fullmatch(metric.documentation)
+        if limited and lines[-1].startswith(f"- `{limited[1]}` "):
+            lines[-1] = lines[-1].replace("` ", f"` and `{metric.full_name}` ", 1)
+        else:
+            lines.append(f"- `{metric.full_name}` ({_kind(metric)}): {metric.documentation}")
+    return "\n".join(lines) + "\n"
 
 
 def _kind(metric: Metric) -> str:
