@@ -25,7 +25,6 @@ from kvferry.stats import Metric, metrics_of
 from kvferry_server.admin.node_state import CallCounts, NodeState
 from kvferry_server.domain.engine import STATES, Engine
 from kvferry_server.domain.journal import LIVE, Journal
-from kvferry_server.domain.limits import Budget
 
 Value: TypeAlias = Callable[[NodeState], Any]
 """Computes the value of a metric: a number, or numbers by the values of the labels. None: the metric is left out."""
@@ -92,7 +91,7 @@ def _budgets(node: NodeState) -> Mapping[str, tuple[int, int]]:
     used = {"memory": home.memory.used, "leases": home.records.lease_budget.used, "engines": len(node.engines)}
     found = {name: (value, getattr(home.limits, name)) for name, value in used.items()}
     for name in ("answers", "requests"):
-        budgets: list[Budget] = [getattr(listener, name) for listener in node.listeners]
+        budgets = [listener.budgets[name] for listener in node.listeners]
         found[name] = sum(each.used for each in budgets), sum(each.capacity for each in budgets)
     return found
 
@@ -100,9 +99,7 @@ def _budgets(node: NodeState) -> Mapping[str, tuple[int, int]]:
 def _engine_budgets(node: NodeState) -> Mapping[str, tuple[int, int]]:
     engines = node.engines
     used = {
-        "waiting_reads": max((engine.waiting_reads.used for engine in engines), default=0),
-        "waiting_declines": max((len(engine.declined) for engine in engines), default=0),
-        "publications": max((len(engine.listed) for engine in engines), default=0),
+        "publications": max((len(engine.publications) for engine in engines), default=0),
         "checksum_bytes": max((engine.checksum_bytes for engine in engines), default=0),
     }
     return {name: (most, getattr(node.home.limits, name)) for name, most in used.items()}
@@ -111,7 +108,7 @@ def _engine_budgets(node: NodeState) -> Mapping[str, tuple[int, int]]:
 def _calls(node: NodeState) -> Mapping[tuple[str, str], tuple[int, int]]:
     kinds = {"call": "calls", "stream": "streams"}
     budgets = {
-        (listener.name, kind): getattr(listener, name) for kind, name in kinds.items() for listener in node.listeners
+        (listener.name, kind): listener.budgets[name] for kind, name in kinds.items() for listener in node.listeners
     }
     return {labels: (budget.used, budget.capacity) for labels, budget in budgets.items()}
 
@@ -147,11 +144,6 @@ METRICS: tuple[Row, ...] = (
         },
         role=("scheduler", "rank"),
     ),
-    _gauge(
-        "cache_bytes",
-        "Bytes of the registered caches; memory that groups of one pool share counts once.",
-        lambda node: sum(one.cache_bytes for one in node.alive),
-    ),
     *_counted(Journal, lambda node: node.home.journal),
     _gauge("oldest_pin_age_seconds", "Age of the oldest publication that is not released.", _oldest_pin),
     _gauge(
@@ -174,7 +166,7 @@ METRICS: tuple[Row, ...] = (
     ),
     _gauge(
         "engine_cache_bytes",
-        "As kvferry_cache_bytes, of an engine.",
+        "Bytes of the registered caches of an engine; memory that groups of one pool share counts once.",
         _by_engine(lambda engine, _: engine.cache_bytes),
         engine=(),
     ),
@@ -194,7 +186,7 @@ METRICS: tuple[Row, ...] = (
         *("engine_budget_used", "engine_budget_limit"),
         "Use of a budget that each engine has, by the engine that uses most of it.",
         _engine_budgets,
-        budget=("waiting_reads", "waiting_declines", "publications", "checksum_bytes"),
+        budget=("publications", "checksum_bytes"),
     ),
     *_counted(CallCounts, lambda node: node.calls),
     *_bounded(
@@ -213,10 +205,6 @@ METRICS: tuple[Row, ...] = (
     *_counted(NodeState, lambda node: node),
     _gauge("relayed_homes", "Homes to which the node server relays ranks.", lambda node: node.relays.num_homes),
     (
-        Metric("counter", "kvferry_tls_handshakes", "Connections whose TLS handshake has begun. Only with TLS."),
-        lambda node: node.handshakes(),
-    ),
-    (
         Metric(
             "counter",
             "kvferry_tls_handshakes_failed",
@@ -224,7 +212,7 @@ METRICS: tuple[Row, ...] = (
             "kvferryd with TLS: gRPC reports them only in its log, which an embedded server leaves to its process.",
             {"reason": ("no_certificate", "untrusted", "expired", "not_tls", "version", "rejected_by_peer", "other")},
         ),
-        lambda node: None if node.certificates is None else node.failed_handshakes,
+        lambda node: node.failed_handshakes() if node.certificates and node.failed_handshakes else None,
     ),
     _gauge(
         "certificate_expiry_timestamp_seconds",

@@ -42,7 +42,6 @@ RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
 NEED_TLS = (
     "kvferry_certificate_expiry_timestamp_seconds",
     "kvferry_authority_expiry_timestamp_seconds",
-    "kvferry_tls_handshakes_total",
     "kvferry_tls_handshakes_failed_total",
 )
 """Metrics of node servers with TLS only. No other expression may be without data in this run."""
