@@ -157,7 +157,7 @@ gpu-bundle: setup ## Pack test-gpu for a machine that reaches nothing (GPU_PYTHO
 	@.venv/bin/python scripts/gpu_bundle.py --python $(GPU_PYTHON) --cuda $(GPU_CUDA) --output $(GPU_BUNDLE) \
 		$(if $(GPU_PACKAGES),--packages $(GPU_PACKAGES))
 
-reliability: setup ## Write the tables of faults into docs/reliability.md
+reliability: setup ## Write the tables of faults into tests/faults/RESULTS.md
 	@.venv/bin/python -m tests.faults.table
 
 house: ## Draw docs/house.svg, the folders and their imports

@@ -1,9 +1,9 @@
-"""Writes what `kvferry doctor` can find into docs/doctor.md, from the texts that it prints.
+"""Writes what `kvferry doctor` can find into docs/doctor.md, from the table of its texts.
 
 python -m scripts.doctor_page          # write it
 python -m scripts.doctor_page --check  # fail if it is not current
 
-The page leaves out findings that need no attention, and remedies, which the command prints.
+The page leaves out findings that need no attention. What they mean, and what to do, the command prints.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from kvferry._doctor.check import FINDINGS
 
 PAGE = Path(__file__).parents[1] / "docs" / "doctor.md"
 PLACE = re.compile(r"(<!-- findings of kvferry doctor -->\n).*(<!-- end -->)", re.DOTALL)
-ROW = re.compile(r"\| `(?P<name>[\w-]+)` \| (?P<level>\w+) \| (?P<means>.*?) ?\| .*\|")
+CHECK = re.compile(r"^### (.+)\n((?:(?!### ).*\n)*)", re.MULTILINE)
+LOOKS = re.compile(r"^Looks at (.+?)\.?$", re.MULTILINE)
+ROW = re.compile(r"^\| `([\w-]+)` \| (\w+) \|", re.MULTILINE)
 
 
 def listed(findings: str) -> str:
-    """The checks, with a line for each finding that means something."""
-    lines = []
-    for line in findings.splitlines():
-        if row := ROW.fullmatch(line):
-            if row["means"]:
-                lines.append(f"- `{row['name']}` ({row['level']}): {row['means']}")
-        elif not line.startswith("|"):
-            lines.append(line)
+    """The checks, with the names of the findings that need attention."""
+    lines = ["| check | looks at | may find |", "|---|---|---|"]
+    for name, text in CHECK.findall(findings):
+        what = LOOKS.search(text)
+        rows = [row.groups() for row in ROW.finditer(text)]
+        named = [f"`{finding}`{'!' if level == 'problem' else ''}" for finding, level in rows if level != "ok"]
+        lines.append(f"| {name} | {what[1] if what else ''} | {' '.join(named)} |")
     return "\n".join(lines)
 
 

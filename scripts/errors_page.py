@@ -34,13 +34,13 @@ What each error means, and what to do next. `make errors` writes this page from
 [`errors.proto`](../protos/kvferry/v1/errors.proto) and [`kvferry.errors`](reference/errors.md), which also name each
 error's values. Repeat the same call only where an entry says so.
 
-- **In Python** an error is an exception of `kvferry.errors`: `.reason` is its reason, `.values` has the values,
-  `.retryable` and `.retry_after` say whether and when to repeat.
+- **In Python** an error is an exception of `kvferry.errors`, with `.reason`, `.values`, `.retryable` and
+  `.retry_after`.
 - **In other languages** it is a gRPC status with a `google.rpc.ErrorInfo`, which has the reason and the values, and a
   `google.rpc.RetryInfo` where there is a pause ([how to read them](routers.md#other-languages)).
 
-"Compute the request" means that decode computes its prefill itself, as if there were no KV cache to read. vLLM does so
-with `"kv_load_failure_policy": "recompute"`."""
+"Compute the request" means that decode computes the prompt itself. vLLM does so with
+`"kv_load_failure_policy": "recompute"`."""
 
 BASES = """\
 Classes from which others derive ({bases}) stand for what no other class fits, such as a reason of a later version: read

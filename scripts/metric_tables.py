@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -24,12 +25,33 @@ LISTS: dict[str, list[Metric]] = {
     "engines": list(stats.METRICS.values()),
     "vLLM": [metric for metric, _ in of_vllm.METRICS.values()],
 }
+LIMIT = re.compile(r"The limit of (\w+)\.")
 PLACE = re.compile(r"(<!-- metrics of ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def listed(metrics: Iterable[Metric]) -> str:
-    """The list of some metrics: name, type, labels with their values, meaning."""
-    return "\n".join(f"- `{metric.full_name}` ({_kind(metric)}): {metric.documentation}" for metric in metrics) + "\n"
+    """The list of some metrics: name, type, labels with their values, meaning. A limit stands beside what it limits."""
+    lines: list[str] = []
+    for metric in metrics:
+        limited = LIMIT.fullmatch(metric.documentation)
+        if limited and lines[-1].startswith(f"- `{limited[1]}` "):
+            lines[-1] = lines[-1].replace("` ", f"` and `{metric.full_name}` ", 1)
+        else:
+            lines.append(f"- `{metric.full_name}` ({_kind(metric)}): {metric.documentation}")
+    return "\n".join(lines) + "\n"
+
+
+def list_of(name: str) -> str:
+    """The list of a name: of vLLM without meanings, which its own ``/metrics`` says."""
+    return named(LISTS[name]) if name == "vLLM" else listed(LISTS[name])
+
+
+def named(metrics: Iterable[Metric]) -> str:
+    """The names of some metrics, by type."""
+    names: defaultdict[str, list[str]] = defaultdict(list)
+    for metric in metrics:
+        names[metric.kind].append(f"`{metric.full_name}`")
+    return "\n".join(f"- {kind.capitalize()}s: {', '.join(found)}." for kind, found in names.items()) + "\n"
 
 
 def _kind(metric: Metric) -> str:
@@ -43,7 +65,7 @@ def main() -> int:
     for page in sorted(DOCS.glob("*.md")):
         text = page.read_text()
         found |= {name for _, name, _ in PLACE.findall(text)}
-        current = PLACE.sub(lambda place: f"{place[1]}\n{listed(LISTS[place[2]])}\n{place[3]}", text)
+        current = PLACE.sub(lambda place: f"{place[1]}\n{list_of(place[2])}\n{place[3]}", text)
         if text != current:
             stale.append(page.name)
             if "--check" not in sys.argv[1:]:

@@ -1,4 +1,4 @@
-"""The tables of docs/reliability.md, made of the scenarios.
+"""The tables of tests/faults/RESULTS.md, made of the scenarios.
 
 python -m tests.faults.table
 """
@@ -15,7 +15,7 @@ from tests.support.faults.scenarios import ROWS, WITHOUT_A_LEASE
 from tests.support.faults.verbs_scenarios import VERBS_ROWS
 from tests.support.repository import ROOT
 
-DOCUMENT = ROOT / "docs" / "reliability.md"
+DOCUMENT = ROOT / "tests" / "faults" / "RESULTS.md"
 BEGIN = "<!-- The table below is written by `make reliability` from {}. -->\n"
 TABLES = {
     "tests/support/faults/scenarios.py": ROWS,

@@ -21,7 +21,7 @@ def test_doctor_page_lists_what_needs_attention() -> None:
     assert done.returncode == 0, done.stderr
     page = (ROOT / "docs" / "doctor.md").read_text()
     attention = [name for name, (level, _, _) in table().items() if level != "ok"]
-    assert [name for name in attention if f"- `{name}` (" not in page] == []
+    assert [name for name in attention if f"`{name}`" not in page] == []
 
 
 def test_table_of_findings_has_each_check_and_each_name_once() -> None:

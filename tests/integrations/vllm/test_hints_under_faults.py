@@ -197,7 +197,7 @@ def test_every_answer_is_right_whatever_fails(
             stream.more(10)
             fault()
             stream.ended(most)
-            # For the table in docs/reliability.md: pytest -s.
+            # For the table in tests/faults/RESULTS.md: pytest -s.
             print(f"after {most}: {counted(reader)}, {hints.left} left")
     assert stream.failures == {}
     # The salt keeps what was read out of what is computed now.

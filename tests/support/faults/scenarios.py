@@ -1,4 +1,4 @@
-"""The scenarios of the suite: every row of the table in docs/reliability.md, in its order."""
+"""The scenarios of the suite: every row of the table in tests/faults/RESULTS.md, in its order."""
 
 from __future__ import annotations
 
