@@ -32,19 +32,11 @@ from kvferry_server.domain.roles import Policy
 from kvferry_server.domain.times import BOOT
 from kvferry_server.home.home import Home
 from kvferry_server.node.certificates import Certificates
-from kvferry_server.node.config import NodeConfig
+from kvferry_server.node.config import NodeConfig, advertised, is_on_loopback
 from kvferry_server.node.connections import ConnectionLimiter, connections_each, count_connections, file_limit
 from kvferry_server.node.guard import Guard
 from kvferry_server.node.limits import DRAIN_STREAMS, LEASE_POLL
-from kvferry_server.node.listen import (
-    CannotListen,
-    Listener,
-    TcpListener,
-    UnixListener,
-    advertised,
-    check_exposure,
-    is_on_loopback,
-)
+from kvferry_server.node.listen import CannotListen, Listener, TcpListener, UnixListener
 from kvferry_server.node.listings import Listings
 from kvferry_server.node.memory import give_back, memory_limit
 from kvferry_server.node.policy_file import read_policy
@@ -245,7 +237,6 @@ class NodeServer:
     def _listen(self) -> int:
         """Take the addresses. Returns how many connections each of them may have."""
         config, path, address = self._config, self._config.unix_path, self._config.listen_address
-        check_exposure(config)
         if config.tls is not None:
             self._certificates = Certificates(config.tls)
         connections = connections_each(config.max_connections, (path is not None) + (address is not None), file_limit())
@@ -269,15 +260,7 @@ class NodeServer:
         # Imported here, because a node server without this listener needs none of its packages.
         from kvferry_server.admin.service import AdminService
 
-        local = is_on_loopback(address)
-        if not local and not self._config.admin_insecure:
-            raise InvalidField(
-                "admin",
-                str(address),
-                "an address on loopback: whoever can connect sees the names of engines, requests and hosts. If that is "
-                "meant, allow it with --admin-insecure",
-            )
-        self._admin = AdminService(state, address, local=local)
+        self._admin = AdminService(state, address, local=is_on_loopback(address))
         self._begin(state.measure_connections(), "connections-count")
         try:
             await self._admin.start()
