@@ -42,7 +42,7 @@ def worker(address: str, spec: EngineSpec, rank: int, token: str, pipe: Any) -> 
         while (message := pipe.recv()) is not None:
             starts, cancels, compute, look = message
             for grant in starts:
-                port.start(Grant.of(grant))
+                port.start(grant)
             for read_id in cancels:
                 port.cancel(read_id)
             seen = None
@@ -81,7 +81,7 @@ class Engine:
 
     def step(self, starts: Sequence[Grant] = (), compute: Any = (), look: Any = ()) -> list[Any]:
         """One step: tell the workers, let them work, hear what they say."""
-        message = ([grant.plain() for grant in starts], self.port.cancels(), compute, look)
+        message = (list(starts), self.port.cancels(), compute, look)
         for pipe in self.pipes:
             pipe.send(message)
         answers = [pipe.recv() for pipe in self.pipes]

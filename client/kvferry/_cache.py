@@ -114,7 +114,6 @@ class Cache(Closing):
             HomeNotAllowed: this client may not connect to the home in the reference.
             BadBlock: a block does not belong to this engine, may still be written to by another read, or is published.
             InvalidField: an argument has the wrong type, or is out of range.
-            LimitReached: the client's `max_reads` reads are running.
         """
         self._check_open()
         parties = arguments.integer("parties", parties, 1, 2**31 - 1)
@@ -159,7 +158,7 @@ class Cache(Closing):
             there is nothing to read.
 
         Raises:
-            BadReference, HomeNotAllowed, BadBlock, LimitReached: see `read`.
+            BadReference, HomeNotAllowed, BadBlock: see `read`.
             InvalidField: see `SchedulerPort.ask`.
         """
         self._check_open()

@@ -11,7 +11,6 @@ from kvferry._cache import OPEN_TIMEOUT, Cache, runtime_of
 from kvferry._control.connection import CALL_TIMEOUT
 from kvferry._control.home_session import HomeSession
 from kvferry._control.homes import Homes
-from kvferry._control.reader_lease import Confirm
 from kvferry._control.renewals import Renewals
 from kvferry._control.retrying import retrying
 from kvferry._control.right_prompt import PromptCheck
@@ -36,9 +35,6 @@ from kvferry.errors import CacheDiffers, Closed, InvalidField, WrongState
 from kvferry.geometry.model import RankGeometry
 from kvferry.geometry.tensors import Tensor
 from kvferry.stats import ClientStats, SourceStats, total
-
-MAX_READS = 4096
-"""Default of `Client`'s `max_reads`."""
 
 CLOSE_TIMEOUT = 10.0
 """Seconds for ending the agents of memory that was never announced."""
@@ -88,11 +84,6 @@ class Client(Closing):
         staging: when and how small pieces are read by way of staging memory.
         integrity: whether published blocks are summed, and blocks that were read are compared with the sums; off by
             default.
-        max_reads: most reads of one cache that run at once; `Cache.read` refuses more.
-        confirm: when a read ends whose bytes have all arrived within its lease. "before": after the home has confirmed
-            the lease, which costs one round trip. "after": at once, on the reader's own clock. If the lease had ended
-            according to a later verdict of the home, the read is disputed: `Read.disputed`, `Finished.disputed`, and an
-            error in the log. See docs/guarantees.md for the risk of "after".
         prompt_check: how the marks of a publication's prompt are checked. "compare": reads of another prompt are
             refused; reads without marks are accepted, and counted. "require": reads without marks are refused, too.
             "off": nothing is compared. See docs/guarantees.md.
@@ -115,12 +106,9 @@ class Client(Closing):
         options: NixlOptions | None = None,
         staging: StagingOptions | None = None,
         integrity: IntegrityOptions | None = None,
-        max_reads: int = MAX_READS,
-        confirm: str = Confirm.BEFORE.value,
         prompt_check: str = PromptCheck.COMPARE.value,
         optimistic: bool = True,
     ) -> None:
-        max_reads = arguments.integer("max_reads", max_reads, 1)
         for name, given, kind in (
             ("tls", tls, TlsConfig),
             ("options", options, NixlOptions),
@@ -147,8 +135,6 @@ class Client(Closing):
             options=options or NixlOptions(),
             staging=replace(staging, costs=staging.costs or network.costs),
             integrity=integrity or IntegrityOptions(),
-            max_reads=max_reads,
-            confirm=arguments.choice("confirm", confirm, Confirm),
             prompt_check=arguments.choice("prompt_check", prompt_check, PromptCheck),
             optimistic=arguments.flag("optimistic", optimistic),
         )

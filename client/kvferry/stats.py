@@ -154,10 +154,6 @@ class ReadStats:
         "PromptMismatch begin with the first such read.",
         reason=("PromptMismatch",),
     )
-    disputed: int = counter(
-        "kvferry_reader_disputed",
-        "Reads counted as done whose leases had ended, as their home has said since.",
-    )
     prompts: Counter[str] = counter(
         "kvferry_reader_prompts",
         "Reads that are done. matched: their source marked the same prompt; unmarked: it did not mark what was read; "

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry import errors
 from kvferry._wire.status import from_notification_error, to_notification_error
-from kvferry.engine import RankEnd, WorkerOutput
+from kvferry.engine import RankEnd
 from kvferry.v1 import errors_pb2
 
 ALL = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, errors.KvferryError)]
@@ -57,7 +57,7 @@ def through_another_process(error: errors.KvferryError) -> errors.KvferryError:
     quiet = getattr(error, "quiet", True)
     retry_after, name = error.retry_after, type(error).__name__
     end = RankEnd("r", "q", False, quiet, 0, {}, name, error.message, dict(error.values), retry_after)
-    found = WorkerOutput.of(WorkerOutput(0, failed=(end,)).plain()).failed[0].error()
+    found = pickle.loads(pickle.dumps(end)).error()
     assert found is not None
     return found
 

@@ -21,7 +21,7 @@ from kvferry._cli import app
 from kvferry._clock import now
 from kvferry._transport.peer_link import _called
 from kvferry._wire.authority import agent_name
-from kvferry.engine import Grant, SchedulerPort, WorkerOutput, WorkerPort
+from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.errors import (
     BadAgentMetadata,
     BadBlock,
@@ -173,16 +173,6 @@ def test_a_publication_before_any_rank_is_registered_names_the_missing_rank(
     with caplog.at_level(logging.WARNING), pytest.raises(EngineIncomplete):
         session.publish("request", {"full": Blocks([1])}, timeout=4.0)
     assert len([text for text in caplog.messages if "has registered groups" in text]) == 1
-
-
-@pytest.mark.parametrize(
-    "plain",
-    [None, 7, {}, [], {"granted": [1]}, {"granted": [], "local": []}, {"ended": 5}, {"ended": [], "failed": []}],
-)
-def test_a_value_that_no_port_sent_is_refused_where_it_is_read(plain: Any) -> None:
-    for kind in (Grant, WorkerOutput):
-        with pytest.raises(InvalidField):
-            kind.of(plain)
 
 
 def test_peers_are_named_as_their_engineers_name_them() -> None:

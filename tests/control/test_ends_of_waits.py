@@ -11,7 +11,7 @@ import pytest
 
 from kvferry import Blocks, Client, EngineSession, EngineSpec, Group, IntegrityOptions
 from kvferry._control.connection import Control
-from kvferry._control.publication_sender import _Message
+from kvferry._control.publication_sender import Message
 from kvferry._loop import Loop
 from kvferry.errors import Closed, Unavailable
 from kvferry.testing import Fabric
@@ -32,7 +32,7 @@ def kept() -> int:
     """How many messages of publications are kept somewhere."""
     gc.collect()
     # Not by isinstance, which asks objects of others, such as torch's, for their class.
-    return sum(type(found) is _Message for found in gc.get_objects())
+    return sum(type(found) is Message for found in gc.get_objects())
 
 
 def test_nothing_is_kept_of_what_was_published_until_its_timeout() -> None:
@@ -121,19 +121,3 @@ def test_a_client_that_was_not_used_ends_without_a_thread(monkeypatch: pytest.Mo
             client._homes.own.end_calls()
     with pytest.raises(Closed):
         client.open_engine(EngineSpec("p", (Group("full", block_tokens=16, num_blocks=64),)))
-
-
-def test_without_a_thread_for_its_callbacks_warming_up_ends_as_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Fabric() as fabric:
-        _, session = opened(fabric)
-        client, spec = fabric.client(), EngineSpec("d", (Group("full", block_tokens=16, num_blocks=64),))
-        cache = client.register_cache(spec, tensors={"layer": np.zeros((2, 64, 1, 16, 4), np.float32)}, axes=AXES)
-        start = threading.Thread.start
-
-        def refused(thread: threading.Thread) -> None:
-            if thread.name == "kvferry-callbacks":
-                raise RuntimeError("can't start new thread")
-            start(thread)
-
-        monkeypatch.setattr(threading.Thread, "start", refused)
-        assert cache.warm(session.engine_reference).result(SOON) == (0,)

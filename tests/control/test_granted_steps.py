@@ -198,18 +198,3 @@ def test_a_home_that_says_more_of_a_step_takes_over_between_two_steps() -> None:
         steps.again()
         with pytest.raises(InvalidField, match="before its home restarted"):
             steps.add([pb.Blocks(groups=[part("full", 0, 16, (2, 1))])])
-
-
-def test_marks_that_an_older_home_kept_to_itself_are_taken_from_a_newer_home() -> None:
-    """A read that goes on under it is compared all the same. What was told before stays as it was."""
-    first, later, other = (
-        pb.PromptMark(end=end, digest=digest * 16) for end, digest in ((4, b"a"), (8, b"b"), (4, b"c"))
-    )
-    steps = GrantedSteps()
-    steps.add([pb.Blocks(step=0, marks=[first]), pb.Blocks(step=1)])
-    steps.again()
-    steps.add([pb.Blocks(step=0, marks=[other]), pb.Blocks(step=1, marks=[later])])
-    assert steps.marks == {4: b"a" * 16, 8: b"b" * 16}
-    steps.again()
-    with pytest.raises(InvalidField, match="at most 64"):
-        steps.add([pb.Blocks(step=0, marks=[pb.PromptMark(end=end, digest=bytes(16)) for end in range(9, 73)])])

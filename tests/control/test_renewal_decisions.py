@@ -6,7 +6,6 @@ The clock and the homes do as a test says.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +16,7 @@ import pytest
 from kvferry._clock import to_duration
 from kvferry._control.connection import Control, NotificationAnswer, answers_of
 from kvferry._control.reader_lease import RENEW_LEAST, ReaderLease, deadline_after
-from kvferry._control.renewals import NAMED, RENEW_AGAIN, RENEW_TIMEOUT, Renewals
+from kvferry._control.renewals import RENEW_AGAIN, RENEW_TIMEOUT, Renewals
 from kvferry._loop import Loop
 from kvferry._wire.status import to_notification_error
 from kvferry.errors import Closed, InvalidField, KvferryError, LeaseEnded, LimitReached, Unavailable
@@ -46,6 +45,10 @@ class Home:
     sent: list[tuple[list[bytes], pb.EngineRef, Answer]] = field(default_factory=list)
     timeouts: list[float] = field(default_factory=list)
     at_once: KvferryError | None = None
+    complaints: list[str] = field(default_factory=list)
+
+    def complain(self, error: KvferryError, what: str) -> None:
+        self.complaints.append(f"{what}: {error.message}")
 
     async def notify(self, request: pb.NotifyRequest, timeout: float) -> list[NotificationAnswer]:
         ids, answer = [notification.renew.lease_id for notification in request.notifications], self.loop.future()
@@ -241,32 +244,19 @@ def test_a_call_that_is_refused_goes_again_in_halves(world: World) -> None:
     ],
     ids=["unavailable", "later", "soon", "closed"],
 )
-def test_a_call_that_failed_is_repeated_whole(
-    world: World, caplog: pytest.LogCaptureFixture, error: KvferryError, again: float
-) -> None:
+def test_a_call_that_failed_is_repeated_whole(world: World, error: KvferryError, again: float) -> None:
     for number in range(2):
         world.keep(number)
     world.advance(EVERY)
     world.home.until(1)
     world.home.fail(0, error)
     world.home.until(1)
-    assert "read 0, read 1: the renewal at home:1 failed" in caplog.text
+    assert world.home.complaints[0].startswith("renewals of 2 leases are repeated, the first for read 0: ")
     world.advance(again - 0.001)
     world.home.until(1)
     world.advance(0.001)
     world.home.until(2)
     assert len(world.home.sent[1][0]) == 2
-    # It is said once, until it goes well again.
-    caplog.clear()
-    world.home.fail(1, error)
-    assert caplog.records == []
-    world.advance(again)
-    world.home.until(3)
-    world.home.answer(2, renewed(), renewed())
-    world.advance(EVERY)
-    world.home.until(4)
-    world.home.fail(3, error)
-    assert "read 0, read 1" in caplog.text
 
 
 def test_renewals_that_could_not_be_sent_are_repeated(world: World) -> None:
@@ -278,16 +268,17 @@ def test_renewals_that_could_not_be_sent_are_repeated(world: World) -> None:
     world.home.until(2)
 
 
-def test_a_refused_renewal_fails_no_other(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_renewal_fails_no_other(world: World) -> None:
     leases = [world.keep(number) for number in range(3)]
     world.advance(EVERY)
     world.home.until(1)
     answer = [failed(LimitReached("busy", retry_after=2.0)), pb.NotificationResult(done=pb.Acknowledged()), renewed()]
     world.home.answer(0, *answer)
     assert leases[2].deadline == deadline_after(world.now, REMAINING)
-    assert "read 0: the renewal" in caplog.text
-    assert "read 1: the renewal at home:1 failed and is repeated: a renewal was answered with done" in caplog.text
-    assert "read 2" not in caplog.text
+    assert [each.rpartition("the first for ")[2] for each in world.home.complaints] == [
+        "read 0: busy",
+        "read 1: a renewal was answered with done",
+    ]
     world.advance(2.0)
     world.home.until(2)
     assert world.home.sent[1][0] == [leases[0].lease_id]
@@ -295,7 +286,7 @@ def test_a_refused_renewal_fails_no_other(world: World, caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize("results", [1, 4])
 def test_an_answer_with_another_number_of_results_renews_nothing_and_the_call_goes_again_in_halves(
-    world: World, results: int, caplog: pytest.LogCaptureFixture
+    world: World, results: int
 ) -> None:
     leases = [world.keep(number) for number in range(3)]
     world.advance(EVERY)
@@ -305,7 +296,7 @@ def test_an_answer_with_another_number_of_results_renews_nothing_and_the_call_go
     world.home.until(3)
     assert [ids for ids, *_ in world.home.sent[1:]] == [[leases[0].lease_id], [one.lease_id for one in leases[1:]]]
     world.home.answer(1)
-    assert "read 0: the renewal at home:1 failed and is repeated: home:1 answered 1 notifications" in caplog.text
+    assert "the first for read 0: home:1 answered 1 notifications" in world.home.complaints[-1]
     world.home.answer(2, renewed(), renewed())
     assert [number for number, _ in world.extended] == [1, 2]
 
@@ -341,7 +332,7 @@ def test_a_dropped_lease_is_not_logged(world: World, caplog: pytest.LogCaptureFi
     assert lease.ended
     error: KvferryError = LeaseEnded("who") if answer == "lost" else Unavailable("not now")
     world.home.answer(0, failed(error), renewed())
-    assert (world.lost, caplog.records) == ([], [])
+    assert (world.lost, world.home.complaints, caplog.records) == ([], [], [])
     world.advance(EVERY)
     world.home.until(2)
     assert world.home.sent[1][0] == [other.lease_id]
@@ -403,20 +394,3 @@ def test_renewals_go_on_after_any_exception_of_a_turn(world: World, monkeypatch:
     world.advance(1.0)
     world.home.until(1)
     assert failed
-
-
-def test_a_warning_names_a_few_leases(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    for number in range(NAMED):
-        world.keep(number)
-    world.advance(EVERY)
-    world.home.until(1)
-    world.home.fail(0, Unavailable("not now"))
-    assert f"read {NAMED - 1}: the renewal" in caplog.text
-    caplog.clear()
-    for number in range(NAMED + 2):
-        world.keep(100 + number, reader=1)
-    world.advance(EVERY)
-    world.home.until(3)
-    world.home.fail(2, Unavailable("not now"))
-    assert f"read {100 + NAMED - 1} and 2 more: the renewal" in caplog.text
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]

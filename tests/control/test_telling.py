@@ -204,31 +204,6 @@ def test_what_a_home_refuses_costs_no_other_notification_of_the_call(tmp_path: P
         assert list(answers.values()) == [DONE] * 5
 
 
-@pytest.mark.parametrize("limit", ["MAX_WAITING", "MAX_WAITING_AT_HOME"])
-def test_notifications_that_a_home_does_not_take_are_kept_up_to_a_limit(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limit: str
-) -> None:
-    told: list[int] = []
-
-    class Home:
-        address = "home:1"
-
-        async def notify(self, request: pb.NotifyRequest, timeout: float) -> list[pb.NotificationResult]:
-            told.append(len(request.notifications))
-            raise HomeRecovering("not now", retry_after=0.01)
-
-    monkeypatch.setattr(notifier, limit, 3)
-    home: Any = Home()
-    with looping() as loop:
-        one = notifier.Notifier(loop, pb.EngineRef(engine_id="reader", incarnation=b"i" * 16))
-        cancel = pb.Notification(cancel=pb.CancelRead(lease_id=LEASE))
-        on_loop(loop, lambda: one.send(home, [notifier.Message(cancel, now() + 60) for _ in range(5)]))
-        until(lambda: len(told) > 1)
-        loop.run(one.close(30))
-    assert told[:2] == [5, 3]
-    assert caplog.text.count("is dropped") == 2
-
-
 def test_a_cancel_does_not_wait_for_the_end_of_a_pause(tmp_path: Path) -> None:
     def recovering(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         raise HomeRecovering("not now", retry_after=29.0)

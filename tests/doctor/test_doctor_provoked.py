@@ -204,17 +204,6 @@ def test_network_namespace_without_a_card() -> None:
     assert set(look_in(before, "network")) == {"network-loopback-only"}
 
 
-@ROOT_ONLY
-def test_small_shared_memory() -> None:
-    """Like docker's default of 64 MiB."""
-    before = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m none /dev/shm && exec "$@"', "sh"]
-    if not can(*before, "true"):
-        pytest.skip("no mount namespaces here")
-    found = look_in(before, "shared-memory")
-    assert "64 MiB" in found["shared-memory-little"]["found"]
-    assert names(run("shared-memory", Host())) <= {"shared-memory-enough", "shared-memory-little"}
-
-
 def installed(folder: Path, package: str, version: str) -> None:
     """Make a folder in which Python finds this version of a package before the real one."""
     info = folder / f"{package}-{version}.dist-info"

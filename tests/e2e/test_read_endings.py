@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
 
-import kvferry._threads
-from kvferry import Blocks, Cache, Client, Read
-from kvferry._threads import start_thread
-from kvferry.errors import Closed, LimitReached, PublicationTimeout
+from kvferry import Blocks, Cache, Client, Read, ReadResult
+from kvferry.errors import Closed, PublicationTimeout
 from tests.support.caches import Model, shards
 from tests.support.engines import Engine, reader_of
 
@@ -67,34 +64,15 @@ def test_close_that_does_not_wait_ends_every_read(cache: Cache, one_to_one: Pair
         assert read.wait_quiet(60)
 
 
-def test_callback_may_wait_for_another_read_also_with_few_threads(
-    cache: Cache, one_to_one: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def few(run: Callable[[], object], name: str) -> threading.Thread:
-        if name.startswith("kvferry-callbacks"):
-            raise LimitReached("none", retry_after=1.0, limit="threads", value=0)
-        return start_thread(run, name)
-
-    monkeypatch.setattr(kvferry._threads, "start_thread", few)
+def test_callback_may_wait_for_another_read(cache: Cache, one_to_one: Pair) -> None:
     reference = one_to_one[0].session.publish("r", BLOCKS, expected_reads=2).reference
-    found: list[Any] = []
-    called = threading.Event()
+    found: Future[ReadResult] = Future()
 
     def again(_: Read) -> None:
-        try:
-            found.append(cache.read(reference, BLOCKS, allow_overlap=True).result(60))
-        except Exception as error:
-            found.append(error)
-        called.set()
+        found.set_result(cache.read(reference, BLOCKS, allow_overlap=True).result(60))
 
-    first = cache.read(reference, BLOCKS)
-    try:
-        first.add_done_callback(again)
-    except LimitReached:
-        assert first.result(60).confirmed
-    else:
-        assert called.wait(60)
-        assert found[0].confirmed
+    cache.read(reference, BLOCKS).add_done_callback(again)
+    assert found.result(60).confirmed
 
 
 @pytest.mark.parametrize("given_up", ["cancelled", "timed out"])

@@ -14,7 +14,7 @@ import numpy as np
 
 import kvferry
 from kvferry import Blocks, EngineSpec, Group
-from kvferry.engine import Grant, SchedulerPort, WorkerPort
+from kvferry.engine import SchedulerPort, WorkerPort
 from tests.support.waiting import until
 
 AXES = ("kv", "block", "head", "token", "content")
@@ -58,7 +58,7 @@ def main(role: str, address: str, endpoint: str) -> None:
             until(lambda: scheduler.granted("cmpl-1") is not None)
             grant = scheduler.attach("cmpl-1", blocks)
             # As it travels to a worker in another process.
-            worker.start(Grant.of(grant.plain()))
+            worker.start(grant)
             ends: list[Any] = []
 
             def ended() -> bool:

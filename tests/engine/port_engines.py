@@ -50,7 +50,7 @@ class Worker:
 
     def finished(self) -> WorkerOutput:
         """`WorkerPort.finished` there, through msgpack."""
-        return WorkerOutput.of(msgpack.decode(self.call("finished")))
+        return msgpack.decode(self.call("finished"), type=WorkerOutput)
 
     def close(self) -> None:
         # Said, since a forked sibling may hold the other end of the pipe open.
@@ -86,11 +86,11 @@ def work(job: tuple[Any, ...], pipe: Connection) -> None:
                 answer: Any = None
                 if command == "start":
                     plain, tails = arguments
-                    port.start(Grant.of(msgpack.decode(plain)), tails=Tails(tails))
+                    port.start(msgpack.decode(plain, type=Grant), tails=Tails(tails))
                 elif command == "add_step":
-                    port.add_step(GrantStep.of(msgpack.decode(*arguments)))
+                    port.add_step(msgpack.decode(*arguments, type=GrantStep))
                 elif command == "finished":
-                    answer = msgpack.encode(port.finished().plain())
+                    answer = msgpack.encode(port.finished())
                 elif command == "checksum":
                     answer = port.cache.checksum(*arguments).result(30)
                 elif command == "warm":
@@ -141,7 +141,7 @@ class PortEngine:
                 worker.call("cancel", read_id)
         for step in self.scheduler.grant_steps():
             for worker in self.workers:
-                worker.call("add_step", msgpack.encode(step.plain()))
+                worker.call("add_step", msgpack.encode(step))
         for worker in self.workers:
             self.scheduler.collect(worker.finished())
         finished = self.scheduler.finished()
@@ -175,7 +175,7 @@ class PortEngine:
         blocks = {"full": Blocks(ids, first_token=tokens[0] if tokens else 0)}
         grant = self.scheduler.attach(request_id, blocks, tokens)
         for rank in range(len(self.workers)) if ranks is None else ranks:
-            self.workers[rank].call("start", msgpack.encode(grant.plain()), tails.value)
+            self.workers[rank].call("start", msgpack.encode(grant), tails.value)
         return grant
 
     def end_of(self, request_id: str, timeout: float = 40.0) -> ReadEnd:

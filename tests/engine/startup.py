@@ -82,12 +82,12 @@ def engine(method: str, address: str, folder: Path) -> None:
         while ports[1].granted("r") is None:
             pass
         grant = ports[1].attach("r", {"full": Blocks(IDS)})
-        pipes[1].send(("start", (msgpack.encode(grant.plain()), "keep")))
+        pipes[1].send(("start", (msgpack.encode(grant), "keep")))
         pipes[1].recv()
         reads: Any = ()
         while not reads:
             pipes[1].send(("finished", ()))
-            ports[1].collect(WorkerOutput.of(msgpack.decode(pipes[1].recv())))
+            ports[1].collect(msgpack.decode(pipes[1].recv(), type=WorkerOutput))
             reads = ports[1].finished().reads
         equal = bool((memories[1].cells == expect(memories[1], values, IDS, (0, TOKENS))).all())
         print("equal" if reads[0].error is None and equal else reads)

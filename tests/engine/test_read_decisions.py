@@ -18,7 +18,7 @@ from kvferry._control.acquisition import Acquired
 from kvferry._control.block_use import BlockUse
 from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder
-from kvferry._control.reader_lease import Confirm, ReaderLease
+from kvferry._control.reader_lease import ReaderLease
 from kvferry._reads.leased_reads import ANSWER_GRACE, RANKS_GRACE
 from kvferry._reads.meters import ReadMeter
 from kvferry._wire.publication import Told
@@ -50,11 +50,9 @@ BEGAN, TIMEOUT, LEASE = 1000.0, 60.0, 30.0
 class World:
     """A scheduler's reads, and a clock that stands still."""
 
-    def __init__(
-        self, *, hold_until_quiet: bool = False, max_waiting: int = 4, confirm: Confirm = Confirm.BEFORE
-    ) -> None:
+    def __init__(self, *, hold_until_quiet: bool = False, max_waiting: int = 4) -> None:
         self.loop = PlayedLoop(BEGAN)
-        self.home = PlayedHome(self.loop, confirm)
+        self.home = PlayedHome(self.loop)
         self.use = BlockUse(SPEC.groups)
         self.meter = ReadMeter()
         self.reads = Reads(
@@ -178,7 +176,7 @@ def test_a_read_counts_if_its_last_rank_ended_before_the_lease(world: World, lat
     assert isinstance(end.error, TransferExpired) is not counts
     assert end.lost == ({} if counts else {"full": (20, 7)})
     assert world.free()
-    assert dict(world.reads.counts) == {"done" if counts else "expired": 1}
+    assert dict(+world.meter.stats().outcomes) == {"done" if counts else "expired": 1}
 
 
 @pytest.mark.parametrize(
@@ -204,36 +202,7 @@ def test_the_homes_verdict_decides_a_read(world: World, verdict: Verdict, *, goo
     assert world.finished() == []
 
 
-@pytest.mark.parametrize(
-    ("verdict", "disputed"), [(pb.VERDICT_VALID, False), (None, False), (pb.VERDICT_EXPIRED, True)]
-)
-def test_the_homes_verdict_after_the_end_only_audits_the_read(
-    make: Callable[..., World], verdict: Verdict, *, disputed: bool
-) -> None:
-    world = make(confirm=Confirm.AFTER)
-    read_id = world.reading()
-    for rank in range(RANKS):
-        world.ends(read_id, rank)
-    (end,) = world.finished()
-    assert (end.error, end.confirmed, end.lost) == (None, False, {})
-    assert world.free()
-    assert world.home.heard("report", "drop")
-    world.reads.news.wait(0)
-    world.home.judge(verdict)
-    assert world.reads.news.wait(0) == disputed
-    found = world.reads.finished()
-    assert (bool(found), found.reads) == (disputed, ())
-    assert [(late.request_id, late.read_id, late.lost) for late in found.disputed] == (
-        [("mine", read_id, {"full": (20, 7)})] if disputed else []
-    )
-    assert all(isinstance(late.error, TransferExpired) for late in found.disputed)
-    assert dict(world.reads.counts) == {"done": 1, **({"disputed": 1} if disputed else {})}
-    world.home.judge(verdict)
-    assert not world.reads.finished()
-
-
-def test_a_read_that_ended_after_its_lease_fails_before_and_after_its_report(make: Callable[..., World]) -> None:
-    world = make(confirm=Confirm.AFTER)
+def test_a_read_that_ended_after_its_lease_fails(world: World) -> None:
     read_id = world.reading()
     world.ends(read_id, 0)
     world.now = world.lease.deadline
@@ -298,7 +267,7 @@ def test_an_unreachable_home_is_awaited_for_a_bounded_time(world: World) -> None
     with pytest.raises(TransferStuck):
         world.reads.granted("mine")
     assert world.home.heard("gave up")
-    assert world.reads.counts["not_granted"] == 1
+    assert world.meter.stats().outcomes["not_granted"] == 1
 
 
 @pytest.mark.parametrize("why", ["cancelled", "expired"])
@@ -374,7 +343,7 @@ def test_the_first_error_is_returned_though_the_lease_ended_since(world: World) 
     world.ends(read_id, 1)
     (end,) = world.finished()
     assert isinstance(end.error, TransferFailed)
-    assert dict(world.reads.counts) == {"failed": 1}
+    assert dict(+world.meter.stats().outcomes) == {"failed": 1}
 
 
 def test_a_rank_that_became_quiet_does_not_end_the_read_for_the_others(world: World) -> None:
@@ -498,7 +467,7 @@ def test_a_grant_that_is_not_attached_in_time_is_refused_and_given_back(world: W
     # It was told once, and is forgotten.
     with pytest.raises(WrongState, match="acquire it first"):
         world.reads.granted("mine")
-    assert dict(world.reads.counts) == {"not_granted": 1}
+    assert dict(+world.meter.stats().outcomes) == {"not_granted": 1}
 
 
 def test_a_refusal_is_returned_once(world: World) -> None:
@@ -655,7 +624,7 @@ def test_a_cancel_before_the_read_gives_back_the_lease_it_has_or_gets(world: Wor
         assert set(world.home.said) <= {"drop", "cancel"}
     assert not world.stages()
     assert world.finished() == []
-    assert dict(world.reads.counts) == {"cancelled": 1}
+    assert dict(+world.meter.stats().outcomes) == {"cancelled": 1}
 
 
 def test_a_cancel_of_a_read_under_way_waits_for_the_ranks(world: World) -> None:

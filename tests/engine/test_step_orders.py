@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvferry.engine.values import GrantStep
@@ -54,4 +56,4 @@ def test_a_forgotten_read_begins_anew() -> None:
 def test_a_step_with_an_index_that_never_comes_is_refused(index: int) -> None:
     """Such a step would count as a repeated one, and its read would wait for it until its deadline."""
     with pytest.raises(InvalidField, match="at least 1"):
-        GrantStep.of({**step("r", 1).plain(), "index": index})
+        replace(step("r", 1), index=index)

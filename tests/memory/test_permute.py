@@ -236,7 +236,7 @@ def test_a_device_that_cannot_be_waited_for_leaves_the_transfer_unquiet_and_the_
     (read,) = expansion.sources
     transfer = Transfer("t", expansion.total_bytes, None, lambda: 0.0, lambda: None)
     info = AgentInfo("source", b"", b"", ())
-    chunk = StagedWork(transfer, info, read.staged, pool, 0.0, read.footprint).next(NixlOptions())
+    chunk = StagedWork(transfer, info, read.staged, pool, 0.0).next(NixlOptions())
     assert chunk is not None
     assert chunk.owner.begin()
     assert transfer.quiet == transfer.state.final

@@ -18,7 +18,7 @@ from kvferry._control.acquisition import Acquired, AcquireRequest
 from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.lease_holder import LeaseHolder
-from kvferry._control.reader_lease import Confirm, ReaderLease
+from kvferry._control.reader_lease import ReaderLease
 from kvferry._memory.tails import Tails
 from kvferry._reads.cache_reads import CacheReads
 from kvferry._reads.meters import ReadMeter
@@ -31,7 +31,6 @@ from kvferry.errors import (
     Closed,
     EngineUnknown,
     KvferryError,
-    LimitReached,
     PeerRestarted,
     PublicationAborted,
     TransferCancelled,
@@ -52,9 +51,9 @@ RANK = 4
 class Reading(PlayedRank):
     """The reads of one rank, its sources, and their home."""
 
-    def __init__(self, max_reads: int = 2, confirm: Confirm = Confirm.BEFORE) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.home = PlayedHome(self.loop, confirm)
+        self.home = PlayedHome(self.loop)
         self.layers: list[object] = []
         self.gone_sources: list[tuple[object, ...]] = []
         self.known_sources[SOURCE] = self.peer()
@@ -66,7 +65,6 @@ class Reading(PlayedRank):
             cast(LeaseHolder, self.home),
             cast(SourceEngines, self),
             self.reads,
-            max_reads,
             self.meter,
         )
 
@@ -172,49 +170,22 @@ def test_a_successful_read_returns_its_bytes_and_whether_its_home_confirmed_it(w
     assert not world.meter._under_way
 
 
-@pytest.mark.parametrize(
-    ("verdict", "disputed"),
-    [(pb.VERDICT_VALID, False), (pb.VERDICT_UNKNOWN, False), (None, False), (pb.VERDICT_EXPIRED, True)],
-    ids=["valid", "unknown", "silent", "expired"],
-)
-def test_a_read_that_is_confirmed_after_its_end_does_not_wait_for_its_home(
-    make: Callable[..., Reading], caplog: pytest.LogCaptureFixture, verdict: Any, *, disputed: bool
-) -> None:
-    world = make(confirm=Confirm.AFTER)
-    handle = world.reading()
-    world.transfers[0].landed(10)
-    error = error_of(handle)
-    assert (error, handle.quiet) == (None, True)
-    assert not Read(handle).result(0).confirmed
-    # The home gets its report, and its verdict is an audit.
-    assert world.home.heard("drop", "report")
-    assert not handle.disputed
-    for _ in range(2):
-        world.home.judge(verdict)
-    assert (Read(handle).disputed, error_of(handle)) == (disputed, None)
-    alarms = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert len(alarms) == disputed
-
-
-def test_a_read_that_outlasts_its_lease_fails_before_or_after_its_report(make: Callable[..., Reading]) -> None:
-    world = make(confirm=Confirm.AFTER)
+def test_a_read_that_outlasts_its_lease_fails(world: Reading) -> None:
     handle = world.reading()
     world.lease.deadline = now()
     world.transfers[0].landed(10)
-    error = error_of(handle)
-    assert isinstance(error, TransferExpired)
-    assert not handle.disputed
+    assert isinstance(error_of(handle), TransferExpired)
 
 
-def test_an_answer_that_comes_too_late_only_audits_the_read(make: Callable[..., Reading]) -> None:
-    world = make()
+def test_an_answer_that_comes_too_late_is_an_error_in_the_log(world: Reading, caplog: pytest.LogCaptureFixture) -> None:
     handle = world.reading()
     world.transfers[0].landed(10)
     world.judged(None)
-    error = error_of(handle)
-    assert error is None
+    assert error_of(handle) is None
     world.home.judge(pb.VERDICT_EXPIRED)
-    assert handle.disputed
+    assert (Read(handle).state, Read(handle).result(0).confirmed) == (ReadState.DONE, False)
+    (alarm,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "its bytes may be wrong" in alarm.getMessage()
 
 
 def test_a_share_is_started_as_requested_and_ends_with_its_lease(world: Reading) -> None:
@@ -272,20 +243,6 @@ def test_a_renewal_while_the_transfer_begins_moves_its_end(world: Reading) -> No
     world.judged(pb.VERDICT_VALID)
     error_of(handle)
     assert world.transfers[0].deadline == world.lease.deadline
-
-
-def test_running_reads_have_a_limit(make: Callable[..., Reading]) -> None:
-    world = make(max_reads=2)
-    first, second = world.read("a"), world.read("b")
-    with pytest.raises(LimitReached) as caught:
-        world.read("c")
-    assert (caught.value.values["limit"], caught.value.values["value"]) == ("max_reads", "2")
-    assert caught.value.retry_after
-    world.grant("a", PublicationAborted("gone"))
-    error_of(first)
-    third = world.read("c")
-    assert not second.ended.done()
-    assert not third.ended.done()
 
 
 @pytest.mark.parametrize(
@@ -413,14 +370,6 @@ def test_a_close_waits_for_the_reports_of_the_end(world: Reading) -> None:
     world.cache.close(now() + 30)
     assert world.home.said == ["gave up", "gave up"]
     assert all(handle.ended.done() for handle in handles)
-
-
-def test_callbacks_come_before_the_end_of_a_close(world: Reading) -> None:
-    handle = world.read()
-    told: list[KvferryError | None] = []
-    Read(handle).add_done_callback(lambda read: told.append(read.exception(0)))
-    world.cache.close(now() + 30)
-    assert [type(error) for error in told] == [TransferCancelled]
 
 
 @pytest.mark.parametrize("where", ["waiting", "reading", "judging"])

@@ -55,12 +55,11 @@ class Summary:
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
         self._faults: defaultdict[str, Under] = defaultdict(Under)
-        self._slowest, self._disputed = 0.0, 0
+        self._slowest = 0.0
 
     def add(self, storm: Storm) -> None:
         """Add a round, as far as it came."""
         self.outcomes.update(storm.traffic.outcomes)
-        self._disputed += storm.traffic.disputed
         for index, fault in enumerate(storm.played):
             under = self._faults[fault.name]
             under.times += 1
@@ -93,7 +92,7 @@ class Summary:
         yield _row(map(str, cells.values()))
         yield ""
         ended = ", ".join(f"{count} {how}" for how, count in self.outcomes.most_common() if count)
-        yield f"Requests under faults ended with: {ended}. Right bytes that the home disputed later: {self._disputed}."
+        yield f"Requests under faults ended with: {ended}."
         yield ""
         yield "| Fault under load | Times | Requests | Failed | Slowest, s | Served again after, s |"
         yield "| --- | --- | --- | --- | --- | --- |"

@@ -24,9 +24,9 @@ from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.admin_pb2_grpc import AdminStub
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
-from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.engine import Process
 from kvferry_server.domain.limits import Limits
-from kvferry_server.domain.watch_feed import Process
+from kvferry_server.domain.values import EngineRef
 from kvferry_server.home.home import Home
 from kvferry_server.node.grpc_server import Server
 from kvferry_server.node.guard import Guard

@@ -17,14 +17,14 @@ def offered(session: EngineSession, given: Publish) -> tuple[Publication, Callab
     home, held = home_session_of(session), list[tuple[Any, ...]]()
     put = home._sender.put
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(home._sender, "put", lambda *message: held.append(message))
+        patched.setattr(home._sender, "put", lambda *message, **_: held.append(message))
+        patched.setattr(home._sender, "wait", lambda *_: None)
         publication = home.publish(given)
-    ((_, step, _),) = held
+    ((_, step),) = held
 
     def send() -> None:
         with home.lock:
-            sent = put(publication, step, 30.0)
-        assert sent is not None
-        sent.result(30)
+            message = put(publication, step, awaited=True)
+        home._sender.wait(message, 30.0)
 
     return publication, send

@@ -12,7 +12,7 @@ from kvferry._control.acquisition import Acquired, AcquireRequest
 from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.lease_holder import Answer
-from kvferry._control.reader_lease import Confirm, ReaderLease
+from kvferry._control.reader_lease import ReaderLease
 from kvferry._loop import Loop
 from kvferry._tracing import NO_SPAN, Span
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -53,9 +53,8 @@ class PlayedHome:
         answered: gives the home's verdict on each.
     """
 
-    def __init__(self, loop: Loop, confirm: Confirm = Confirm.BEFORE) -> None:
+    def __init__(self, loop: Loop) -> None:
         self.loop = loop
-        self.confirm = confirm
         self.answers: dict[str, Acquired | Exception] = {}
         self.steps: dict[str, asyncio.Queue[GrantedPart | Exception]] = {}
         self.changed = threading.Condition()

@@ -55,12 +55,10 @@ def halfway(fabric: Fabric, **options: Any) -> tuple[Prefill, Engine, Read]:
 class Decode:
     """A decode engine of one rank on the ports, whose steps a test makes."""
 
-    def __init__(
-        self, fabric: Fabric, *, confirm: str = "before", prompt_check: str = "compare", **options: Any
-    ) -> None:
+    def __init__(self, fabric: Fabric, *, prompt_check: str = "compare", **options: Any) -> None:
         spec = EngineSpec("d", (Group("full", block_tokens=BLOCK, num_blocks=BLOCKS),))
         self.memory = {f"layer{layer}": np.zeros((2, BLOCKS, HEADS, BLOCK, DIM), np.uint16) for layer in range(LAYERS)}
-        client = fabric.client(confirm=confirm, prompt_check=prompt_check)
+        client = fabric.client(prompt_check=prompt_check)
         self.scheduler = SchedulerPort(client, spec, **options)
         self.worker = WorkerPort(client, spec)
         self.worker.register(self.memory, axes=AXES["hnd"], heads=range(HEADS), total_heads=HEADS)

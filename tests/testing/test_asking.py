@@ -163,7 +163,6 @@ def test_an_engine_reads_what_another_one_has_cached_of_its_prompt(source: Engin
     assert (offer.engine_id, offer.publication, offer.source_request_id) == ("p", publication.number, "cached")
     assert asker.read([0, 1]).error is None
     assert asker.holds(9, 5)
-    assert asker.port.stats().done == 1
     assert source.outcome(publication) is ReleaseOutcome.READ
     until(lambda: ended(question))
     assert source.port.questions() == []
@@ -192,8 +191,7 @@ def test_a_miss_is_no_error_of_the_request(
     found = asker.refusal()
     assert isinstance(found, PrefixMiss)
     assert (found.values["engine_id"], found.values["why"]) == ("p", reason.name)
-    stats, reads = asker.port.stats(), asker.client.stats().reads
-    assert (stats.missed, stats.not_granted) == (1, 0)
+    reads = asker.client.stats().reads
     assert (reads.outcomes["missed"], reads.outcomes["not_granted"], +reads.failures) == (1, 0, {})
     # The same request may be asked for again, and computed meanwhile.
     asker.ask(source)

@@ -199,7 +199,7 @@ def test_two_fabrics_are_separate() -> None:
 def test_a_client_of_a_fabric_is_made_as_in_production() -> None:
     production, on_fabric = (inspect.signature(function).parameters for function in (Client, Fabric.client))
     shared = on_fabric.keys() & production.keys()
-    assert {"max_reads", "optimistic", "staging"} < shared
+    assert {"prompt_check", "optimistic", "staging"} < shared
     assert {name: on_fabric[name].default for name in shared} == {name: production[name].default for name in shared}
 
 

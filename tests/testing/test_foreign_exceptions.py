@@ -45,7 +45,8 @@ STARTED = {
     "_directory/directory.py": "catches everything itself: a look at the directory, again and again",
     "_loop.py": "the loop itself, which begins again when something has stopped it; work that takes long",
     "_control/connection.py": "reads a stream; tests whether the system has threads",
-    "_reads/read.py": "takes callbacks from a queue, each guarded; a callback after its queue has ended",
+    "_reads/read.py": "a callback of a read, once",
+    "_reads/runtime.py": "ends a future, whose callbacks belong to the application",
 }
 """Where a thread is started."""
 
@@ -96,7 +97,7 @@ def raising_handler() -> Iterator[None]:
 
 
 class Pair:
-    """Two engines on a fabric whose every thread works: publications, checksums, renewals, reads, callbacks."""
+    """Two engines on a fabric whose every thread works: publications, checksums, renewals, reads."""
 
     def __init__(self, fabric: Fabric) -> None:
         integrity = IntegrityOptions("full", patience=SOON)
@@ -117,14 +118,10 @@ class Pair:
         blocks = {"full": Blocks([self.block])}
         publication = self.source.publish(f"request {self.block}", blocks, checksums=True)
         assert self.sums.checksum(publication.number, blocks).result(SOON) > 0
-        called = threading.Event()
-        read = self.cache.read(publication.reference, blocks, timeout=SOON)
-        read.add_done_callback(lambda _: called.set())
-        result = read.result(SOON)
+        result = self.cache.read(publication.reference, blocks, timeout=SOON).result(SOON)
         assert result.verification is not None
         assert (result.verification.unverified, result.confirmed) == (0, True)
         assert np.all(self.mine[:, self.block] == self.block)
-        assert called.wait(SOON)
         until(lambda: any(release.publication == publication.number for release in self.source.released()))
 
 
@@ -169,24 +166,6 @@ def test_a_directory_is_followed_after_any_exception_of_a_look(
     with open_directory(f"file:{file}") as directory:
         assert directory.wait(SOON)
     assert len(failed) == 2
-
-
-@pytest.mark.parametrize("raised", RAISED)
-def test_later_callbacks_follow_any_exception_of_a_callback(raised: Raised, raising_handler: None) -> None:
-    def fail(_: object) -> None:
-        raise raised("a callback")
-
-    with Fabric() as fabric:
-        pair = Pair(fabric)
-        publication = pair.source.publish("many", {"full": Blocks([60])}, expected_reads=3)
-        for block in (61, 62):
-            read = pair.cache.read(publication.reference, {"full": Blocks([block])}, timeout=SOON)
-            read.add_done_callback(fail)
-            read.result(SOON)
-        called = threading.Event()
-        read = pair.cache.read(publication.reference, {"full": Blocks([63])}, timeout=SOON)
-        read.add_done_callback(lambda _: called.set())
-        assert called.wait(SOON)
 
 
 @pytest.mark.parametrize("raised", RAISED)

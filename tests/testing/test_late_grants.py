@@ -171,7 +171,7 @@ def test_a_read_whose_time_is_over_before_its_bytes_have_come_has_failed(timeout
         ports = Ports(fabric)
         cache = ports.decode[1].cache
         publication = ports.source[0].publish("request", {"full": Blocks([1])}, expected_reads=20)
-        until(lambda: ports.source[0].stats().published == 1)
+        until(lambda: ports.source[0].stats().pinned == 1)
         for _ in range(20):
             error = cache.read(publication.reference, {"full": Blocks([3])}, timeout=timeout).exception(SOON)
             assert error is not None

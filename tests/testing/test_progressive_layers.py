@@ -134,7 +134,7 @@ def test_workers_receive_layers_by_grants_and_steps(fabric: Fabric) -> None:
     grant = decode.attached(prefill)
     assert (grant.complete, grant.blocks()) == (False, {})
     # As an engine sends them: without types of Python.
-    decode.worker.start(Grant.of(msgpack.decode(msgpack.encode(grant.plain()))))
+    decode.worker.start(msgpack.decode(msgpack.encode(grant), type=Grant))
     until(lambda: (decode.memory["layer0"][:, MINE[0]] != 0).any())
     assert not decode.memory["layer1"].any()
     prefill.compute_layer(1, 16)
@@ -142,7 +142,7 @@ def test_workers_receive_layers_by_grants_and_steps(fabric: Fabric) -> None:
     prefill.compute(TOKENS, b"token")
     decode.until(lambda: decode.has(2))
     for step in decode.steps:
-        decode.worker.add_step(GrantStep.of(msgpack.decode(msgpack.encode(step.plain()))))
+        decode.worker.add_step(msgpack.decode(msgpack.encode(step), type=GrantStep))
     decode.until(lambda: decode.ended)
     (end,) = decode.ended
     assert (end.error, end.payload, end.bytes) == (None, b"token", VALUES.nbytes)

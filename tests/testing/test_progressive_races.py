@@ -13,7 +13,7 @@ import pytest
 from kvferry import Blocks
 from kvferry._session import home_session_of
 from kvferry.engine import GrantStep
-from kvferry.errors import TransferCancelled, Unreachable
+from kvferry.errors import NotPublished, TransferCancelled, Unreachable
 from kvferry.geometry import blocks as blocks_module
 from kvferry.testing import Fabric
 from tests.support.waiting import until
@@ -133,7 +133,7 @@ def test_a_step_behind_one_that_is_given_up_is_not_answered_as_published(fabric:
         until(lambda: len(home_session_of(engine.session)._sender._messages.get(publication.number, ())) == 1)
         second = threads.submit(engine.session.publish_more, publication, steps[2], last=True, timeout=SOON)
         assert isinstance(first.exception(SOON), Unreachable)
-        assert isinstance(second.exception(SOON), Unreachable)
+        assert isinstance(second.exception(SOON), NotPublished)
 
 
 def test_steps_of_a_read_cancelled_before_its_start_are_dropped(fabric: Fabric) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvferry import AsyncClient, Blocks, EngineSpec, Group, IntegrityOptions, ReadState
-from kvferry.engine import GrantStep, RankEnd, ReadEnd, SchedulerPort, Tails, WorkerOutput, WorkerPort
+from kvferry.engine import RankEnd, ReadEnd, SchedulerPort, Tails, WorkerOutput, WorkerPort
 from kvferry.errors import (
     BadBlock,
     BlocksShort,
@@ -308,7 +308,7 @@ def test_workers_may_get_steps_late_twice_out_of_order_and_before_their_grant(fa
         prefill.compute(tokens)
         decode.until(partial(decode.has, count))
     assert [(step.index, step.last) for step in decode.steps] == [(1, False), (2, False), (3, False)]
-    first, second, third = (GrantStep.of(step.plain()) for step in decode.steps)
+    first, second, third = decode.steps
     decode.worker.add_step(second)
     decode.worker.start(grant)
     until(lambda: decode.holds(4))
@@ -448,17 +448,3 @@ def test_blocks_are_checked_when_they_are_attached_though_not_all_is_published(f
         decode.worker.start(replace(grant, tokens=None))
     with pytest.raises(InvalidField, match="GrantStep"):
         decode.worker.add_step(grant)
-
-
-def test_the_end_of_a_read_is_returned_before_the_home_confirms(fabric: Fabric) -> None:
-    prefill, decode = Prefill(fabric), Decode(fabric, confirm="after")
-    prefill.compute(4)
-    decode.worker.start(decode.attached(prefill))
-    prefill.compute(TOKENS)
-    while not decode.ended:
-        decode.step()
-        for step in decode.steps:
-            decode.worker.add_step(step)
-    assert (decode.ended[0].error, decode.ended[0].confirmed) == (None, False)
-    assert decode.holds(TOKENS)
-    assert prefill.outcome(prefill.publication).name == "READ"

@@ -39,9 +39,6 @@ def plan(
     rank: Annotated[
         str, typer.Option(metavar="TP[,PP]", help="Plan for one destination rank only, by tp_rank and pp_rank.")
     ] = "",
-    layers: Annotated[
-        str, typer.Option(metavar="A:B", help="Plan for layers A to B - 1 only, counted as the plan counts them.")
-    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; its shape is kept stable.")] = False,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the plan.")] = None,
     striping: Annotated[bool, typer.Option(help="Spread reads over replicas.")] = True,
@@ -57,7 +54,7 @@ def plan(
     try:
         theirs = _engine("source", source, source_engine, connection)
         mine = _engine("destination", destination, destination_engine, connection)
-        plans = _some_layers(_plans(theirs, mine, rank, striping), layers)
+        plans = _plans(theirs, mine, rank, striping)
     except (Incompatible, InvalidInput) as error:
         _refuse(error, as_json)
         raise typer.Exit(IMPOSSIBLE) from None
@@ -90,22 +87,6 @@ def _plans(source: EngineGeometry, destination: EngineGeometry, rank: str, strip
     if mismatches:
         raise Incompatible(mismatches)
     return [plan_read(source, destination, index, striping=striping) for index in ranks]
-
-
-def _some_layers(plans: list[ReadPlan], wanted: str) -> list[ReadPlan]:
-    """Keep the parts of the plans that read the wanted layers; an empty string keeps all."""
-    from kvferry.planner.explain import layer_order
-
-    if not wanted:
-        return plans
-    begin, colon, end = wanted.partition(":")
-    order = layer_order(plans)
-    if not (colon and all(part.isascii() and part.isdigit() for part in (begin, end)) and int(begin) < int(end)):
-        raise typer.BadParameter(f"{wanted!r} is not A:B with A < B", param_hint="--layers")
-    if int(end) > len(order):
-        raise typer.BadParameter(f"there are {len(order)} layers, not {end}", param_hint="--layers")
-    names = {name for name, place in order.items() if int(begin) <= place < int(end)}
-    return [plan.only(lambda plane: plane.layer in names) for plan in plans]
 
 
 def _ranks(destination: EngineGeometry, wanted: str) -> list[int]:

@@ -204,9 +204,8 @@ class Acquisition:
         """Calls of the current attempt, see `CALLS_AT_ONCE`, and the pauses after answers without news."""
         self._next_call = 0.0
 
-    async def first(self, check: Callable[[Acquired], object] | None = None) -> Acquired:
-        """Wait for the lease and its blocks: all of them, or the first, if the request is progressive. `check` raises
-        an error for blocks that are of no use; the lease is given back then.
+    async def first(self) -> Acquired:
+        """Wait for the lease and its blocks: all of them, or the first, if the request is progressive.
 
         Raises:
             KvferryError: repeating cannot help: `PromptMismatch`, `PublicationTimeout` (the publication was not
@@ -216,8 +215,7 @@ class Acquisition:
         try:
             self._request.prompt.refuse(self._request.reference)
             acquired = await self._next(Acquired)
-            if check is not None:
-                check(acquired)
+            self._check(acquired)
             self._granted, self._over = True, acquired.part.complete
         except KvferryError:
             outcome = pb.RANK_OUTCOME_FAILED
@@ -231,6 +229,9 @@ class Acquisition:
                     # So that the source need not wait until the lease expires.
                     self._give_up(self._request.home, self._had, outcome)
         return acquired
+
+    def _check(self, acquired: Acquired) -> None:
+        """Raise an error for blocks that are of no use; the lease is given back then."""
 
     async def more(self) -> GrantedPart:
         """Wait for the blocks that the source has published since.

@@ -53,7 +53,7 @@ class AskingAcquisition(Acquisition):
         self._prefix = prefix
         self._withdraw = withdraw
 
-    async def first(self, check: Callable[[Acquired], object] | None = None) -> Acquired:
+    async def first(self) -> Acquired:
         """Ask the engine, and wait for its answer; see `Acquisition.first`.
 
         Raises:
@@ -74,9 +74,7 @@ class AskingAcquisition(Acquisition):
         try:
             await retrying(lambda left: self._tell(until, left), until)
             taken = True
-            return await super().first(
-                lambda found: self._prefix.check(found.part.blocks, complete=found.part.complete)
-            )
+            return await super().first()
         except asyncio.CancelledError:
             self._withdraw()
             if not silent:
@@ -90,6 +88,9 @@ class AskingAcquisition(Acquisition):
             raise _missed(self._request.reference.engine_id, error, ends) from None
         finally:
             timer.cancel()
+
+    def _check(self, acquired: Acquired) -> None:
+        self._prefix.check(acquired.part.blocks, complete=acquired.part.complete)
 
     async def _tell(self, until: float, left: float) -> None:
         """Tell the home the question, in at most `left` seconds."""

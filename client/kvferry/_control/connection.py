@@ -99,8 +99,8 @@ class Control:
         self._why_unreachable = f"{address} cannot be reached"
         self._answered = False
         """The server has answered a call: its address and the TLS settings were right then."""
-        self._complaints: dict[str, tuple[int, float]] = {}
-        """By the name of its error: how often each was not logged, and when it is logged next."""
+        self._complaints: dict[str, float] = {}
+        """By the name of its error: when each is logged again, at the earliest."""
         self._calls = self._retried = 0
         self._failures: Counter[str] = Counter()
 
@@ -197,16 +197,12 @@ class Control:
 
     def complain(self, error: KvferryError, what: str) -> None:
         """Warn that `what` waits for this node server because of an error. Of complaints with errors of the same type
-        only one a minute is logged, with the number of the others."""
+        only one a minute is logged."""
         kind, now = type(error).__name__, self._loop.now()
-        others, next_at = self._complaints.get(kind, (0, 0.0))
-        if now < next_at:
-            self._complaints[kind] = (others + 1, next_at)
-            return
-        self._complaints[kind] = (0, now + COMPLAIN_EVERY)
-        more = f" ({others} more like this in the meantime)" if others else ""
-        where = "" if self.address in error.message else f" at {self.address}"
-        logger.warning("%s%s: %s%s", what, where, error.message, more)
+        if now >= self._complaints.get(kind, 0.0):
+            self._complaints[kind] = now + COMPLAIN_EVERY
+            where = "" if self.address in error.message else f" at {self.address}"
+            logger.warning("%s%s: %s", what, where, error.message)
 
     def close(self) -> None:
         """Close the channel: calls in progress end, and later calls raise `Closed`. Idempotent."""

@@ -91,9 +91,6 @@ class GrantedSteps:
                 self._fresh.append(step)
             elif digest != self._digests[self._received]:
                 raise InvalidField("step of a publication", step.step, "what it was before its home restarted")
-            else:
-                # An older home has not sent the marks.
-                self._mark(mark for mark in step.marks if mark.end not in self.marks)
             self._received += 1
         if complete is None:
             return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
 
 from kvferry import _arguments as arguments
@@ -136,8 +135,8 @@ class HomeSession:
                 self._spans[publication.number] = span
             # Under the same lock: after a release in between, the blocks would stay in use for ever.
             self.block_use.name(ids, publication.number, 0)
-            answer = self._sender.put(publication, step, timeout)
-        _wait(answer)
+            message = self._sender.put(publication, step, awaited=timeout is not None)
+        self._sender.wait(message, timeout)
         return publication
 
     def publish_more(self, given: PublishMore, timeout: float | None = None) -> None:
@@ -153,18 +152,18 @@ class HomeSession:
                 self._offers.publish_more(number, step, given.prompt)
                 # Under the same lock: a release in between would leave these blocks in use for ever.
                 self.block_use.name(ids, number, step.step)
-                answer = self._sender.put(given.publication, step, timeout)
+                message = self._sender.put(given.publication, step, awaited=timeout is not None)
         except KvferryError:
             self.block_use.unpin(ids)
             raise
-        _wait(answer)
+        self._sender.wait(message, timeout)
 
     def abort(self, publication: Publication, timeout: float | None = None) -> None:
         """Withdraw a publication; for the timeout see `publish`."""
         with self.lock:
             self._check_open()
-            answer = self._sender.put(publication, None, timeout)
-        _wait(answer)
+            message = self._sender.put(publication, awaited=timeout is not None)
+        self._sender.wait(message, timeout)
 
     def released(self, timeout: float = 0.0) -> list[Release]:
         deadline = self._loop.now() + timeout
@@ -211,12 +210,11 @@ class HomeSession:
         held = 0 if self.closed else len(self._offers.unreleased())
         return SourceStats(self._offers.published, held, dict(self._offers.outcomes))
 
-    def counts(self) -> tuple[int, int, int]:
-        """Return the numbers of publications that were made, that `released` has returned, and that the home did not
-        accept."""
+    def pinned(self) -> int:
+        """Return the number of publications that `released` has not returned."""
         # In this order: what is published and released in between must not make fewer than there are.
-        taken, refused = self._taken, self._offers.outcomes["refused"]
-        return self._offers.published, taken, refused
+        taken = self._taken
+        return self._offers.published - taken
 
     def on_refill(self, refill: Callable[[], Awaitable[None]]) -> None:
         """Await `refill` whenever the home has lost its record of this engine."""
@@ -287,15 +285,15 @@ class HomeSession:
         ]
         return found, failure
 
-    def ended(self, step: pb.Publish, error: KvferryError | None, *, unsent: bool = False, told: bool = True) -> bool:
+    def ended(self, step: pb.Publish, error: KvferryError | None, *, told: bool = True) -> bool:
         """Record that no more attempts will be made to send a step. Called with the lock held.
 
-        `error` is that of the last attempt; None: the home has accepted the step. `unsent`: there was no attempt.
+        `error` is that of the last attempt; None: the home has accepted the step.
         `told`: a caller who waits gets the error. Returns whether the step was taken back, because no home can have
         accepted it. If there is an error and the step was not taken back, abort the publication: its blocks stay pinned
         until its release.
         """
-        taken_back = error is not None and (unsent or not error.retryable) and self._offers.refused(step, told=told)
+        taken_back = error is not None and not error.retryable and self._offers.refused(step, told=told)
         if error is not None and not taken_back:
             self._offers.abort(step.publication, not_published=not isinstance(error, PublicationAborted))
         self._offers.sent(step.publication, self._loop.now())
@@ -440,9 +438,3 @@ class HomeSession:
                 if answer.retryable:
                     raise answer
                 logger.warning("%s refused a notification of the refill: %s", self._control.address, answer)
-
-
-def _wait(answer: Future[None] | None) -> None:
-    """Wait for the home's answer, if the caller has asked for it; raises the errors of `EngineSession.publish`."""
-    if answer is not None:
-        answer.result()

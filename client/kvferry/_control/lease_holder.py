@@ -19,7 +19,7 @@ from kvferry._control.granted_steps import GrantedSteps
 from kvferry._control.homes import Homes
 from kvferry._control.notifier import Message, Notifier
 from kvferry._control.questions import AskedPrefix
-from kvferry._control.reader_lease import Confirm, ReaderLease
+from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._control.right_prompt import PromptCheck, ReaderPrompt
 from kvferry._directory.directory import Listing
@@ -60,7 +60,6 @@ class LeaseHolder:
 
     Args:
         rank: the only rank of this holder, if each rank has its own; None: all ranks.
-        confirm: whether a read ends for the engine before or after its home has confirmed the lease.
         prompt_check: how the marks of publications are checked.
         optimistic: whether reads take their blocks from hints.
     """
@@ -72,13 +71,11 @@ class LeaseHolder:
         renewals: Renewals,
         token: EngineToken,
         rank: int | None = None,
-        confirm: Confirm = Confirm.BEFORE,
         prompt_check: PromptCheck = PromptCheck.COMPARE,
         *,
         optimistic: bool = True,
     ) -> None:
         self._optimistic = optimistic
-        self.confirm = confirm
         self._prompt_check = prompt_check
         self._loop = loop
         self._homes = homes

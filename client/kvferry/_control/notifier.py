@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,11 +19,6 @@ from kvferry.errors import Closed, KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = Log(__name__)
-
-MAX_WAITING = 16_384
-MAX_WAITING_AT_HOME = 4096
-"""Most notifications that wait for another attempt, for all homes and for one; further ones are dropped. The limit per
-home keeps a home that never answers from using up the room of the others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,8 +47,6 @@ class Notifier:
         """Messages that are to be sent now, by home and timeout."""
         self._later: dict[tuple[Control, float], list[Message]] = {}
         """Messages that wait for another attempt, by home and time. A timer makes each attempt."""
-        self._waiting: Counter[Control] = Counter()
-        """Their number, by home."""
         self._calls: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -95,7 +87,6 @@ class Notifier:
         self._send_fresh()
         self._closed = True
         self._later.clear()
-        self._waiting.clear()
         if self._calls:
             await asyncio.wait(self._calls, timeout=timeout)
 
@@ -125,14 +116,11 @@ class Notifier:
         """Plan the next attempt of a failed notification, or drop it if repeating cannot help."""
         pause, kind = message.backoff.next(error.retry_after), message.notification.WhichOneof("kind")
         again_at = time + pause
-        waiting, late = self._waiting[home], again_at >= message.until
-        full = waiting >= MAX_WAITING_AT_HOME or self._waiting.total() >= MAX_WAITING
-        if late or full or self._closed or not error.retryable:
+        late = again_at >= message.until
+        if late or self._closed or not error.retryable:
             if late or not error.retryable:
                 level = logging.WARNING if error.retryable else logging.INFO
                 logger.log(level, "%s did not accept a notification (%s): %s", home.address, kind, error.message)
-            elif full:
-                logger.warning("a notification to %s (%s) is dropped: %d others wait", home.address, kind, waiting)
             _answer(home, message, error)
             return
         message.timeout, message.span = CALL_TIMEOUT, NO_SPAN
@@ -140,14 +128,9 @@ class Notifier:
         if (home, again_at) not in self._later:
             self._loop.at(again_at, partial(self._again, home, again_at))
         self._later.setdefault((home, again_at), []).append(message)
-        self._waiting[home] += 1
 
     def _again(self, home: Control, at: float) -> None:
-        messages = self._later.pop((home, at), [])
-        self._waiting[home] -= len(messages)
-        if not self._waiting[home]:
-            del self._waiting[home]
-        self.send(home, messages)
+        self.send(home, self._later.pop((home, at), []))
 
 
 def _answer(home: Control, message: Message, answer: NotificationAnswer | None) -> None:

@@ -17,9 +17,8 @@ import heapq
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice, takewhile
 from typing import Protocol
 
@@ -51,21 +50,18 @@ class Publisher(Protocol):
     async def attempt(
         self, notifications: Sequence[pb.Notification], timeout: float
     ) -> tuple[list[KvferryError | None], KvferryError | None]: ...
-    def ended(
-        self, step: pb.Publish, error: KvferryError | None, *, unsent: bool = False, told: bool = True
-    ) -> bool: ...
+    def ended(self, step: pb.Publish, error: KvferryError | None, *, told: bool = True) -> bool: ...
     def complain(self, error: KvferryError) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
-class _Message:
+class Message:
     """A step of a publication, or its abort, that the home has not answered yet.
 
     Attributes:
         step: None: the message is the abort.
         until: time on the loop's clock until which the message is sent again.
         answer: gets the home's answer, if a caller waits for it.
-        timer: rings at `until`, if a caller waits.
         sent: the message was sent before.
         not_published: the message is an abort, and not the engine's: the publication was given up.
         error: of the last attempt.
@@ -75,7 +71,6 @@ class _Message:
     step: pb.Publish | None
     until: float
     answer: Future[None] | None = None
-    timer: asyncio.TimerHandle | None = None
     sent: bool = False
     not_published: bool = False
     error: KvferryError | None = None
@@ -89,13 +84,7 @@ class _Message:
 
     def settle(self, error: KvferryError | None, *, taken_back: bool = False) -> None:
         """End the wait of the caller, if there is one. `taken_back`: no home can have taken the step."""
-        if self.timer is not None:
-            # Otherwise the timer would keep the blocks until then.
-            self.timer.cancel()
         if self.answer is not None:
-            # A step behind the one that was given up may never have been sent, and has no error of its own.
-            if isinstance(error, NotPublished) and isinstance(last := self.error or error.__cause__, KvferryError):
-                error = last
             if error is not None and self.step is not None and not taken_back and not error.retryable:
                 doubt = Unavailable(f"the home may or may not have publication {self.publication.number}: {error}")
                 doubt.__cause__ = error
@@ -114,13 +103,12 @@ class PublicationSender:
         self._news = Signal(loop)
         self._runs = False
         self._task: asyncio.Task[None] | None = None
-        self._messages: dict[int, deque[_Message]] = {}
+        self._messages: dict[int, deque[Message]] = {}
         """Messages of each publication, in order. The first one is the next to be sent."""
         self._ready: deque[int] = deque()
         """Publications whose first message can be sent, in order."""
         self._again: list[tuple[float, int]] = []
         """Heap of the other publications, each with the time at which its first message is to be sent again."""
-        self._in_call: Sequence[_Message] = ()
         self._pause_until, self._backoff = 0.0, Backoff()
         """Nothing is sent until then, because a call failed as a whole; and the pauses after such calls."""
         self._failing_since: float | None = None
@@ -129,25 +117,45 @@ class PublicationSender:
         """Publications that were given up since then."""
 
     def put(
-        self, publication: Publication, step: pb.Publish | None = None, timeout: float | None = None
-    ) -> Future[None] | None:
-        """Queue a step of a publication; None: its abort. With a `timeout`, returns the future of the home's answer,
-        which comes after so many seconds at the latest; without one, the message is sent again for as long as the home
-        would hold the publication."""
+        self,
+        publication: Publication,
+        step: pb.Publish | None = None,
+        *,
+        awaited: bool = False,
+        not_published: bool = False,
+    ) -> Message:
+        """Queue a step of a publication; None: its abort. It is sent again for as long as the home would hold the
+        publication. If it is `awaited`, call `wait` for the home's answer."""
         if publication.number not in self._messages:
             self._messages[publication.number] = deque()
             self._ready.append(publication.number)
-        answer: Future[None] | None = None if timeout is None else Future()
-        until = self._loop.now() + (self._session.patience if timeout is None else timeout)
-        message = _Message(publication, step, until, answer)
+        until, answer = self._loop.now() + self._session.patience, Future[None]() if awaited else None
+        message = Message(publication, step, until, answer, not_published=not_published)
         self._messages[publication.number].append(message)
         if self._runs:
             self._news.set()
         else:
             self._runs = self._loop.call(self._begin)
-        if answer is not None:
-            self._loop.call(partial(self._set_timer, message))
-        return answer
+        return message
+
+    def wait(self, message: Message, timeout: float | None) -> None:
+        """Wait on a caller's thread, without the lock, at most `timeout` seconds for the home's answer, and raise its
+        error. A publication that has no answer by then is given up. None: the caller does not wait."""
+        answer = message.answer
+        if answer is None or timeout is None:
+            return
+        wait([answer], timeout)
+        with self._lock:
+            late = not answer.done()
+            if late:
+                # The engine is told by `released` from now on.
+                message.answer = None
+                if message.step is not None:
+                    self.put(message.publication, not_published=True)
+        if late:
+            number = message.publication.number
+            raise message.error or Unreachable(f"no answer about publication {number} in {timeout:g} s", address="")
+        answer.result()
 
     async def close(self, timeout: float) -> None:
         """Send the queued messages, and end. Messages not sent after `timeout` seconds are dropped. Idempotent."""
@@ -180,7 +188,7 @@ class PublicationSender:
             await self._news.wait(wake_at)
         return waits
 
-    def _next(self) -> tuple[list[_Message], float | None]:
+    def _next(self) -> tuple[list[Message], float | None]:
         """Return the messages for the next call, or when the call may be made; None: no message waits. Called with the
         lock held."""
         time = self._loop.now()
@@ -196,7 +204,7 @@ class PublicationSender:
         wake_at += [self._pause_until] if paused and self._ready else []
         return [], min(wake_at, default=None)
 
-    def _first(self) -> list[_Message]:
+    def _first(self) -> list[Message]:
         """Return the messages for the next call: the first one of each publication, then their next steps. Called with
         the lock held."""
         waiting = [self._messages[number] for number in islice(self._ready, BATCH)]
@@ -208,14 +216,9 @@ class PublicationSender:
                 break
         return found
 
-    async def _send(self, messages: list[_Message]) -> None:
-        # No longer than the time that is left to the first caller who waits.
-        timeout = max(0.001, min([CALL_TIMEOUT, *(each.until - self._loop.now() for each in messages if each.answer)]))
-        self._in_call = messages
-        try:
-            errors, failure = await self._session.attempt([message.notification() for message in messages], timeout)
-        finally:
-            self._in_call = ()
+    async def _send(self, messages: list[Message]) -> None:
+        notifications = [message.notification() for message in messages]
+        errors, failure = await self._session.attempt(notifications, CALL_TIMEOUT)
         time = self._loop.now()
         pause = 0.0 if failure is None else self._backoff.next(failure.retry_after)
         if failure is None:
@@ -231,7 +234,7 @@ class PublicationSender:
         ]
         self._judge(waits[0] if waits else None, time)
         # Messages that did not fit into the call stay where they are.
-        sent: dict[int, list[tuple[_Message, KvferryError | None]]] = {}
+        sent: dict[int, list[tuple[Message, KvferryError | None]]] = {}
         for message, error in zip(messages, errors, strict=False):
             sent.setdefault(message.publication.number, []).append((message, error))
         for number, answers in sent.items():
@@ -255,31 +258,13 @@ class PublicationSender:
                             continue
                         error = final
                     if error is not None:
-                        self._give_up(number, 0, _sure(error, [behind for _, behind in answers[good + 1 :]]))
+                        self._give_up(number, _sure(error, [behind for _, behind in answers[good + 1 :]]))
                 if self._messages[number]:
                     self._ready.append(number)
                 else:
                     del self._messages[number]
             if good < len(answers):
                 self._warn(message, error)
-
-    def _set_timer(self, message: _Message) -> None:
-        if message.answer is not None and not message.answer.done():
-            message.timer = self._loop.at(message.until, partial(self._out_of_time, message))
-
-    def _out_of_time(self, message: _Message) -> None:
-        """Give up a message for whose answer a caller waits, if its time is over and the message was never sent, since
-        others went first."""
-        with self._lock:
-            number = message.publication.number
-            waiting = self._messages.get(number, deque())
-            if message.sent or message in self._in_call or message not in waiting:
-                return
-            error = Unreachable("publications before it took all the time; nothing was published", address="")
-            self._give_up(number, waiting.index(message), error, unsent=True)
-            if not waiting:
-                del self._messages[number]
-                self._ready.remove(number)
 
     def _judge(self, waits: KvferryError | None, time: float) -> None:
         """Warn once if publications have to wait for long, and of those that were given up when the wait ends. `waits`
@@ -294,21 +279,22 @@ class PublicationSender:
         if time >= self._failing_since + SILENCE:
             self._session.complain(waits)
 
-    def _hopeless(self, message: _Message, again_at: float, error: KvferryError) -> KvferryError | None:
+    def _hopeless(self, message: Message, again_at: float, error: KvferryError) -> KvferryError | None:
         """Return why a message is not sent again; None: send it again. Called with the lock held."""
         number, engine_id = message.publication.number, self._session.spec.engine_id
-        if message.step is not None and any(behind.step is None for behind in self._messages[number]):
+        aborts = [behind for behind in self._messages[number] if behind.step is None and behind is not message]
+        if any(not abort.not_published for abort in aborts):
             problem = f"publication {number} was aborted before its home took it"
             return PublicationAborted(problem, engine_id=engine_id, publication=number)
-        if again_at < message.until:
+        if not aborts and again_at < message.until:
             return None
         self._given_up += 1
-        problem = f"request {message.publication.request_id!r} is given up after {self._session.patience:.0f} s"
+        problem = f"request {message.publication.request_id!r} is given up"
         final = NotPublished(f"{problem}: {error.message}", engine_id=engine_id, publication=number)
         final.__cause__ = error
         return final
 
-    def _warn(self, message: _Message, error: KvferryError | None) -> None:
+    def _warn(self, message: Message, error: KvferryError | None) -> None:
         """Warn that a message was given up: while the home is away, only of the first such message."""
         told = message.answer is not None or isinstance(error, PublicationAborted)
         if told or (isinstance(error, NotPublished) and self._given_up > 1):
@@ -316,12 +302,11 @@ class PublicationSender:
         step = "the abort" if message.step is None else f"step {message.step.step}"
         logger.warning("could not send %s of publication %d: %s", step, message.publication.number, error)
 
-    def _give_up(self, number: int, index: int, error: KvferryError, *, unsent: bool = False) -> None:
-        """Give up a message at this index of its publication's queue: an abort alone; a step with the messages behind
-        it, and its publication, unless the step was taken back and its caller gets that answer. `unsent`: the message
-        was never sent. Called with the lock held."""
+    def _give_up(self, number: int, error: KvferryError) -> None:
+        """Give up the first message of a publication: an abort alone; a step with the messages behind it, and its
+        publication, unless the step was taken back and its caller gets that answer. Called with the lock held."""
         waiting = self._messages[number]
-        message, *behind = islice(waiting, index, None)
+        message, *behind = waiting
         step, publication = message.step, message.publication
         if step is None:
             waiting.remove(message)
@@ -330,20 +315,19 @@ class PublicationSender:
         # The last one first: the rest of a publication always has its first step.
         for later in reversed(behind):
             if later.step is not None:
-                later.settle(error, taken_back=self._session.ended(later.step, error, unsent=unsent))
+                later.settle(error, taken_back=self._session.ended(later.step, error))
             else:
                 later.settle(None)
-        for _ in (message, *behind):
-            waiting.pop()
-        taken_back = self._session.ended(step, error, unsent=unsent, told=message.answer is not None)
+        waiting.clear()
+        taken_back = self._session.ended(step, error, told=message.answer is not None)
         message.settle(error, taken_back=taken_back)
         if not taken_back or (step.step and message.answer is None):
             # The home may have accepted some steps: the publication stays pinned until it is released.
             until, given_up = self._loop.now() + self._session.patience, not isinstance(error, PublicationAborted)
-            waiting.append(_Message(publication, None, until, not_published=given_up))
+            waiting.append(Message(publication, None, until, not_published=given_up))
 
 
-def _goes_along(messages: Sequence[_Message], index: int) -> bool:
+def _goes_along(messages: Sequence[Message], index: int) -> bool:
     """Whether a message of a publication goes in the same call as those before it. An abort does not: a home would take
     the abort although it did not take the steps before, which are then sent again."""
     return len(messages) > index and not messages[0].sent and None not in (messages[0].step, messages[index].step)

@@ -241,15 +241,7 @@ def prompt_to_proto(prompt: Prompt, end: int) -> pb.Prompt:
 def prompt_from_proto(message: pb.Prompt) -> Prompt:
     """Decode a prompt; raises `InvalidField`, see `Prompt`."""
     inputs = [PromptInput(each.offset, each.length, each.identifier) for each in message.inputs]
-    words = pb.Prompt()
-    words.CopyFrom(message)
-    for name in ("adapter", "inputs"):
-        words.ClearField(name)
-    # Iterating over the field would take a hundred times as long.
-    count = len(message.token_ids)
-    begin = len(_TOKEN_IDS + _varint(4 * count))
-    token_ids = np.frombuffer(words.SerializeToString()[begin : begin + 4 * count], "<u4")
-    return Prompt(token_ids, adapter=message.adapter, inputs=inputs)
+    return Prompt(np.array(message.token_ids, np.uint32), adapter=message.adapter, inputs=inputs)
 
 
 def _varint(number: int) -> bytes:

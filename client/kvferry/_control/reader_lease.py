@@ -113,14 +113,6 @@ class ReaderLease:
         return True
 
 
-class Confirm(enum.Enum):
-    """Whether a read whose shares have all succeeded within its lease ends for the engine before or after its home has
-    confirmed the lease; see `Client`."""
-
-    BEFORE = "before"
-    AFTER = "after"
-
-
 class ReaderVerdict(enum.Enum):
     """The verdict on a read whose shares have all succeeded."""
 

@@ -27,9 +27,6 @@ lease's time."""
 RENEW_AGAIN = 1.0
 """Seconds after which a renewal without an answer, or a refused one, is repeated."""
 
-NAMED = 8
-"""Number of leases that a warning names; the rest are counted."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
@@ -50,8 +47,6 @@ class Renewals:
         self._loop = loop
         self._news = Signal(loop)
         self._kept: dict[ReaderLease, _Kept] = {}
-        self._failing: set[ReaderLease] = set()
-        """Leases whose failed renewal was logged already."""
         self._runs = self._closed = False
         self._wakes_at = 0.0
         """When the coroutine checks the leases next, unless it is woken."""
@@ -77,7 +72,6 @@ class Renewals:
         """Stop renewing a lease whose read has ended."""
         lease.end()
         self._kept.pop(lease, None)
-        self._failing.discard(lease)
 
     def close(self) -> None:
         """Stop renewing. Idempotent."""
@@ -119,7 +113,7 @@ class Renewals:
             batch = due[first : first + len(request.notifications)]
             first += len(batch)
             # Without waiting, since a home that hangs must not delay renewals at other homes (R10).
-            self._loop.spawn(self._ask(batch, request, sent_at), f"the renewal of {_names(batch)}")
+            self._loop.spawn(self._ask(batch, request, sent_at), f"renewals at {batch[0].home.address}")
 
     async def _ask(self, batch: Sequence[_Kept], request: pb.NotifyRequest, sent_at: float) -> None:
         left = max(kept.lease.deadline for kept in batch) - sent_at
@@ -149,12 +143,10 @@ class Renewals:
             # After a refusal for good the renewal is repeated too, but not before `renew_every`.
             for kept in wanted:
                 kept.lease.not_renewed(again_at)
-        new = [kept for kept in wanted if kept.lease not in self._failing]
-        self._failing.update(kept.lease for kept in new)
         self._news.set()
-        if new:
-            message = "%s: the renewal at %s failed and is repeated: %s"
-            logger.warning(message, _names(new), new[0].home.address, error.message)
+        if wanted:
+            first = wanted[0]
+            first.home.complain(error, f"renewals of {len(wanted)} leases are repeated, the first for {first.name}")
 
     def _take(self, kept: _Kept, sent_at: float, answer: NotificationAnswer) -> None:
         if isinstance(answer, LeaseEnded):
@@ -169,7 +161,6 @@ class Renewals:
             unexpected = InternalError(f"a renewal was answered with {answer.WhichOneof('kind')}")
             self._not_renewed([kept], unexpected)
         else:
-            self._failing.discard(kept.lease)
             kept.lease.renewed(
                 sent_at,
                 self._loop.now(),
@@ -179,8 +170,3 @@ class Renewals:
             )
             # A home that did not extend the lease is asked sooner.
             self._wake_for(kept.lease)
-
-
-def _names(batch: Sequence[_Kept]) -> str:
-    named = ", ".join(kept.name for kept in batch[:NAMED])
-    return named if len(batch) <= NAMED else f"{named} and {len(batch) - NAMED} more"

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -66,13 +67,8 @@ class _Task:
     alike: AlikeBlocks
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Page:
-    """Sums from the home, ``uint32[places, units]``."""
-
-    units: Interval
-    places: Int64s
-    sums: Sums
+_Page: TypeAlias = tuple[Interval, Int64s, Sums]
+"""Units, places, and their sums from the home, ``uint32[places, units]``."""
 
 
 @dataclass(slots=True)
@@ -166,8 +162,8 @@ class Verifier:
             return found
         backoff = Backoff(PAUSE_FIRST, PAUSE_LAST)
         requests = [
-            pb.ReadChecksumsRequest(reader=self._reader, lease_id=read.lease_id, queries=queries)
-            for queries in _packed(rank, tasks)
+            pb.ReadChecksumsRequest(reader=self._reader, lease_id=read.lease_id, queries=[query])
+            for query in _queries(rank, tasks)
         ]
         while requests:
             read.check()
@@ -188,22 +184,8 @@ class Verifier:
         return found
 
 
-def _packed(rank: int, tasks: list[_Task]) -> Iterator[list[pb.ChecksumQuery]]:
-    """Yield the queries for all sums of some tasks, in lists that each fit one call."""
-    queries: list[pb.ChecksumQuery] = []
-    sums = planes = 0
-    for query, size in _queries(rank, tasks):
-        if queries and (sums + size > ASKED_SUMS or planes + len(query.planes) > ASKED_PLANES):
-            yield queries
-            queries, sums, planes = [], 0, 0
-        queries.append(query)
-        sums, planes = sums + size, planes + len(query.planes)
-    if queries:
-        yield queries
-
-
-def _queries(rank: int, tasks: list[_Task]) -> Iterator[tuple[pb.ChecksumQuery, int]]:
-    """Yield queries that each fit one call, with the number of sums that they ask for."""
+def _queries(rank: int, tasks: list[_Task]) -> Iterator[pb.ChecksumQuery]:
+    """Yield the queries for all sums of some tasks; each fits one call."""
     lanes: dict[Lane, list[Int64s]] = {}
     for task in tasks:
         lanes.setdefault(task.lane, []).append(task.alike.places)
@@ -216,19 +198,16 @@ def _queries(rank: int, tasks: list[_Task]) -> Iterator[tuple[pb.ChecksumQuery, 
             for some, rows in divided(units, places, ASKED_SUMS):
                 chosen = places[rows]
                 starts, counts = id_runs(chosen)
-                size = len(chosen) * len(some)
-                together = max(1, min(ASKED_PLANES, ASKED_SUMS // size))
+                together = max(1, min(ASKED_PLANES, ASKED_SUMS // (len(chosen) * len(some))))
                 for at in range(0, len(names), together):
-                    planes = names[at : at + together]
-                    query = pb.ChecksumQuery(
+                    yield pb.ChecksumQuery(
                         rank=rank,
-                        planes=planes,
+                        planes=names[at : at + together],
                         unit_begin=some.begin,
                         unit_end=some.end,
                         place_starts=starts.tolist(),
                         place_counts=counts.tolist(),
                     )
-                    yield query, size * len(planes)
 
 
 def _page(part: pb.Checksums) -> _Page:
@@ -238,22 +217,22 @@ def _page(part: pb.Checksums) -> _Page:
         expected = f"those of {len(places)} blocks of {part.unit_end - part.unit_begin} units"
         raise InvalidField(f"number of sums of {part.plane}", len(part.sums), expected)
     sums: Sums = np.array(part.sums, np.uint32).reshape(len(places), -1)
-    return _Page(Interval(part.unit_begin, part.unit_end), places, sums)
+    return Interval(part.unit_begin, part.unit_end), places, sums
 
 
 def _looked_up(units: Interval, places: Int64s, pages: list[_Page]) -> tuple[Sums, npt.NDArray[np.bool_]]:
     """Look up the sums of these places and units, ``uint32[places, units]``, and which of them are known, ``bool``."""
     sums = np.zeros((len(places), len(units)), np.uint32)
     known = np.zeros(sums.shape, np.bool_)
-    for page in pages:
-        both = units.intersect(page.units)
+    for page_units, page_places, page_sums in pages:
+        both = units.intersect(page_units)
         if both is None:
             continue
-        rows = np.minimum(np.searchsorted(places, page.places), len(places) - 1)
-        hit = places[rows] == page.places
+        rows = np.minimum(np.searchsorted(places, page_places), len(places) - 1)
+        hit = places[rows] == page_places
         here = slice(both.begin - units.begin, both.end - units.begin)
-        there = slice(both.begin - page.units.begin, both.end - page.units.begin)
-        sums[rows[hit], here] = page.sums[hit, there]
+        there = slice(both.begin - page_units.begin, both.end - page_units.begin)
+        sums[rows[hit], here] = page_sums[hit, there]
         known[rows[hit], here] = True
     return sums, known
 

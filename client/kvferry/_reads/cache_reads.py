@@ -14,7 +14,7 @@ from kvferry._reads.leased_reads import LeasedReads
 from kvferry._reads.meters import ReadMeter
 from kvferry._reads.rank_read import RankOrder, RankRead, Wanted
 from kvferry._reads.rank_reads import RankReads
-from kvferry._reads.read import Callbacks, OwnRead, ReadResult
+from kvferry._reads.read import OwnRead, ReadResult
 from kvferry._reads.source_engines import SourceEngines
 from kvferry._threads import settle
 from kvferry._wire.publication import told_fields
@@ -22,7 +22,6 @@ from kvferry.errors import (
     Closed,
     EngineUnknown,
     KvferryError,
-    LimitReached,
     PeerRestarted,
     TransferCancelled,
     TransferFailed,
@@ -31,7 +30,7 @@ from kvferry.geometry.blocks import taken_end
 
 
 class CacheReads(LeasedReads[OwnRead]):
-    """The reads of one destination rank. At most `max_reads` run at once; more are refused.
+    """The reads of one destination rank.
 
     Threading: `begin_read`, `cancel` and `close` may be called from any thread; only `close` waits.
     """
@@ -43,15 +42,12 @@ class CacheReads(LeasedReads[OwnRead]):
         holder: LeaseHolder,
         sources: SourceEngines,
         shares: RankReads,
-        max_reads: int,
         meter: ReadMeter,
     ) -> None:
         super().__init__(loop, holder, meter)
         self._rank = rank
         self._sources = sources
         self._shares = shares
-        self._max_reads = max_reads
-        self._callbacks = Callbacks(f"kvferry-callbacks-{rank}")
         self._running: set[OwnRead] = set()
         """Reads that have not ended."""
         self._closed = False
@@ -60,16 +56,12 @@ class CacheReads(LeasedReads[OwnRead]):
         """Start a read. Returns at once.
 
         Raises:
-            LimitReached: `max_reads` reads are running.
             Closed: the cache is closed.
         """
-        read = OwnRead(self._loop, request, self._rank, wanted, self._callbacks, self.cancel)
+        read = OwnRead(self._loop, request, self._rank, wanted, self.cancel)
         with self.lock:
             if self._closed:
                 raise Closed("the cache is closed")
-            if len(self._running) >= self._max_reads:
-                limit = self._max_reads
-                raise LimitReached(f"{limit} reads are running", retry_after=0.1, limit="max_reads", value=limit)
             self._running.add(read)
             try:
                 self.start(read)
@@ -102,7 +94,6 @@ class CacheReads(LeasedReads[OwnRead]):
         for read in reads:
             if read.share is not None:
                 read.share.wait_quiet(max(0.0, until - self._loop.now()))
-        self._callbacks.close(max(0.0, until - self._loop.now()))
 
     def on_granted(self, read: OwnRead, acquired: Acquired) -> None:
         wanted = read.wanted

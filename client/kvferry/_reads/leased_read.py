@@ -145,7 +145,6 @@ class LeasedRead:
         verdict_by: until when to wait for the home's verdict, once the end was reported.
         answered, verdict: the home has answered the report, with this verdict; None: with no verdict.
         confirmed: the home answered VALID. If False, the reader's own deadline decided.
-        disputed: the read succeeded by the reader's own deadline, and later the home's verdict was EXPIRED.
         span, acquiring, judging: the spans of a trace: the whole read, and two of its parts.
         news: wakes the read's coroutine (`lead`) after a change.
     """
@@ -167,7 +166,7 @@ class LeasedRead:
         self.verdict_by = math.inf
         self.answered = False
         self.verdict: pb.Verdict.ValueType | None = None
-        self.confirmed = self.disputed = False
+        self.confirmed = False
         self.stamps = Stamps(loop.now())
         self.span = self.acquiring = self.judging = NO_SPAN
         self.news = Signal(loop)

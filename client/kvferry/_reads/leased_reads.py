@@ -4,8 +4,7 @@
                    └───────────┴──► REFUSED
 
 One coroutine takes a read through these stages: `LeasedReads._lead`. A progressive read is GRANTED with the first
-blocks; more come while the read is GRANTED and READING. With `Confirm.AFTER` there is no JUDGING: the reader's own
-deadline decides, and the home's verdict is compared with it when it comes.
+blocks; more come while the read is GRANTED and READING.
 
 When a rank's share fails, the lease ends, or the read is cancelled, the other ranks are stopped; the read ends when all
 ranks have reported. The reads of `Cache.read` have one rank, those of `SchedulerPort` all ranks of the engine.
@@ -21,7 +20,7 @@ from typing import Generic, TypeVar
 from kvferry._control.acquisition import HOME_PATIENCE, Acquired, Acquisition, timed_out
 from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.lease_holder import VERDICT_TIMEOUT, Answer, LeaseHolder
-from kvferry._control.reader_lease import Confirm, ReaderVerdict, verdict_of
+from kvferry._control.reader_lease import ReaderVerdict, verdict_of
 from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._reads.leased_read import LeasedRead, ReadStage, ShareEnd
@@ -100,9 +99,6 @@ class LeasedReads(Generic[SomeRead]):
 
     def on_quiesced(self, read: SomeRead) -> None:
         """Called when a read that had ended without being quiet is quiet."""
-
-    def on_disputed(self, read: SomeRead) -> None:
-        """Called when the home's verdict is EXPIRED, after the read has succeeded without a verdict."""
 
     # Called with the lock held.
 
@@ -412,7 +408,7 @@ class LeasedReads(Generic[SomeRead]):
     async def _conclude(self, read: SomeRead) -> None:
         """End a read that was reported, mostly when the home has answered."""
         with self.lock:
-            if read.error is not None or (self._holder.confirm is Confirm.AFTER and not read.hinted):
+            if read.error is not None:
                 self._end(read)
                 return
             read.stage = ReadStage.JUDGING
@@ -454,11 +450,17 @@ class LeasedReads(Generic[SomeRead]):
         with self.lock:
             if isinstance(answer, KvferryError):
                 read.not_validated = read.uncovered(answer.message) if answer.retryable else answer
-            if read.stage is ReadStage.ENDED:
-                self._audit(read, verdict)
-            elif not read.answered:
+            if not read.answered:
                 read.answered, read.verdict = True, verdict
                 read.news.set()
+            if verdict == pb.VERDICT_EXPIRED and read.stage is ReadStage.ENDED and read.error is None:
+                logger.error(
+                    "read %s of publication %d of engine %s ended well by its own deadline, but its home says that its "
+                    "lease had ended: its bytes may be wrong. Was this machine paused?",
+                    read.read_id,
+                    read.request.reference.publication,
+                    read.request.reference.engine_id,
+                )
 
     # Call these with the lock held.
 
@@ -511,21 +513,6 @@ class LeasedReads(Generic[SomeRead]):
         elif verdict is ReaderVerdict.EXPIRED:
             read.error = read.expired("the home says that its lease ended")
         self._end(read)
-
-    def _audit(self, read: SomeRead, verdict: pb.Verdict.ValueType | None) -> None:
-        """Compare the home's verdict with the end of a read that did not wait for it."""
-        if verdict == pb.VERDICT_EXPIRED and read.error is None and not (read.confirmed or read.disputed):
-            read.disputed = True
-            reference = read.request.reference
-            logger.error(
-                "read %s of publication %d of engine %s ended well by its own deadline, but its home says that its "
-                "lease had ended: its bytes may be wrong. Was this machine paused?",
-                read.read_id,
-                reference.publication,
-                reference.engine_id,
-            )
-            self._meter.disputed()
-            self.on_disputed(read)
 
     def _end(self, read: SomeRead) -> None:
         read.stage = ReadStage.ENDED

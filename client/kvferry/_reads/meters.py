@@ -57,10 +57,6 @@ class ReadMeter:
         """Count a read that its engine withdrew before a rank had begun."""
         self._count(read, "cancelled")
 
-    def disputed(self) -> None:
-        """Count a read that was counted as done before the home's verdict EXPIRED."""
-        self._stats.disputed += 1
-
     def stats(self) -> ReadStats:
         found = copy.deepcopy(self._stats)
         # A list: a tuple may run the garbage collector, and others, between its iterator's start and end. What has just

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from queue import Queue
 
 from kvferry._clock import now
 from kvferry._control.acquisition import AcquireRequest
 from kvferry._forks import OneProcess
 from kvferry._integrity.summed_blocks import Verification
-from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._reads.leased_read import LeasedRead, ReadStage
 from kvferry._reads.rank_read import RankRead, Wanted
-from kvferry._threads import guarded, start_thread
+from kvferry._threads import start_thread
 from kvferry._wire.publication import Told
-from kvferry.errors import KvferryError, LimitReached, TransferCancelled, TransferFailed
-
-logger = Log(__name__)
+from kvferry.errors import KvferryError, TransferCancelled, TransferFailed
 
 
 class ReadState(enum.Enum):
@@ -88,50 +83,6 @@ class ReadProgress:
     complete: bool = False
 
 
-class Callbacks:
-    """Runs callbacks one after another on a thread of their own, so that they may wait, also for other reads.
-
-    The thread starts with `start`. Thread-safe.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._lock = threading.Lock()
-        self._queue: Queue[Callable[[], object] | None] = Queue()
-        self._thread: threading.Thread | None = None
-        self._closed = False
-
-    def start(self) -> None:
-        """Start the thread if it is not running yet; raises `LimitReached` if the system refuses it."""
-        with self._lock:
-            if self._thread is None and not self._closed:
-                self._thread = start_thread(self._run, self._name)
-
-    def do(self, callback: Callable[[], object]) -> None:
-        """Run a callback on the thread, or, if the thread has ended, on a new thread; never on the caller's."""
-        with self._lock:
-            if self._thread is not None and not self._closed:
-                self._queue.put(callback)
-                return
-        try:
-            start_thread(callback, f"{self._name}-late")
-        except LimitReached as error:
-            logger.error("a callback of a read, which ended after its cache was closed, is lost: %s", error.message)
-
-    def close(self, timeout: float) -> None:
-        """End the thread after the queued callbacks, and wait at most `timeout` seconds. Idempotent."""
-        with self._lock:
-            self._closed = True
-            thread = self._thread
-            self._queue.put(None)
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout)
-
-    def _run(self) -> None:
-        while (callback := self._queue.get()) is not None:
-            guarded(callback, f"a callback on thread {self._name}")
-
-
 class OwnRead(LeasedRead):
     """A read of a cache: the internal side of a `Read`. `CacheReads` changes it; any thread may read it.
 
@@ -147,12 +98,10 @@ class OwnRead(LeasedRead):
         request: AcquireRequest,
         rank: int,
         wanted: Wanted,
-        callbacks: Callbacks,
         cancel: Callable[[OwnRead], bool],
     ) -> None:
         super().__init__(loop, request, frozenset((rank,)))
         self.wanted = wanted
-        self.callbacks = callbacks
         self.cancel = partial(cancel, self)
         self.share: RankRead | None = None
         self.cancelled = False
@@ -209,14 +158,6 @@ class Read(OneProcess):
         (R4)."""
         return self._read.quiet
 
-    @property
-    def disputed(self) -> bool:
-        """Whether the read succeeded without its home's verdict, and the later verdict was that the lease had ended.
-
-        The bytes may be wrong then. Only with a client's ``confirm="after"``, or if the home did not answer in time.
-        """
-        return self._read.disputed
-
     def result(self, timeout: float | None = None) -> ReadResult:
         """Wait for the end of the read, and return its result.
 
@@ -272,22 +213,10 @@ class Read(OneProcess):
         return self._read.cancel()
 
     def add_done_callback(self, callback: Callable[[Read], None]) -> None:
-        """Call `callback(read)` when the read has ended.
-
-        The callback runs on the cache's thread for callbacks, or at once on the caller's if the read has already ended.
-        A callback that waits delays other callbacks of the cache. Its exceptions are logged.
-
-        Raises:
-            LimitReached: the system refused the thread for callbacks. The callback will not be called.
-        """
-
-        run = partial(guarded, partial(callback, self), f"a callback of read {self.read_id}")
-        callbacks = self._read.callbacks
-        if self.done():
-            run()
-        else:
-            callbacks.start()
-            self._read.ended.add_done_callback(lambda _: callbacks.do(run))
+        """Call `callback(read)` on a thread of its own when the read has ended. Its exceptions are logged, and so is a
+        callback for which the system refuses the thread."""
+        run, name = partial(callback, self), f"kvferry-callback-{self.read_id}"
+        self._read.ended.add_done_callback(lambda _: start_thread(run, name))
 
     def __await__(self) -> Generator[object, None, ReadResult]:
         try:

@@ -14,7 +14,6 @@ from kvferry._clock import from_duration, now
 from kvferry._control.batches import SENT_BYTES, check_size
 from kvferry._control.homes import Homes
 from kvferry._control.lease_holder import LeaseHolder
-from kvferry._control.reader_lease import Confirm
 from kvferry._control.renewals import Renewals
 from kvferry._control.retrying import retrying
 from kvferry._control.right_prompt import PromptCheck
@@ -29,7 +28,7 @@ from kvferry._reads.cache_reads import CacheReads
 from kvferry._reads.meters import ReadMeter, ShareMeter
 from kvferry._reads.rank_reads import RankReads
 from kvferry._reads.source_engines import SourceEngines
-from kvferry._threads import settle
+from kvferry._threads import settle, start_thread
 from kvferry._transport.calibration import measure
 from kvferry._transport.nixl_agent import ReadingAgent, ServingAgent
 from kvferry._transport.nixl_options import NixlOptions
@@ -66,8 +65,6 @@ class ClientRuntime:
     options: NixlOptions
     staging: StagingOptions
     integrity: IntegrityOptions
-    max_reads: int
-    confirm: Confirm
     prompt_check: PromptCheck
     optimistic: bool
     reads: ReadMeter = field(default_factory=ReadMeter)
@@ -81,7 +78,6 @@ class ClientRuntime:
             self.renewals,
             token,
             rank,
-            self.confirm,
             self.prompt_check,
             # Sums are read under a lease.
             optimistic=self.optimistic and not self.integrity.share,
@@ -175,9 +171,7 @@ class RankRuntime:
         verifier = Verifier(loop, reader, memory, integrity) if integrity.share else None
         self.shares = RankReads(loop, self.transport, self._sources, memory, verifier, client.shares)
         self.holder = client.lease_holder(token, rank.rank)
-        self.reads = CacheReads(
-            loop, rank.rank, self.holder, self._sources, self.shares, client.max_reads, client.reads
-        )
+        self.reads = CacheReads(loop, rank.rank, self.holder, self._sources, self.shares, client.reads)
 
     async def register(self, timeout: float) -> float:
         """Register the rank at the node server; try for `timeout` seconds. Returns the seconds from now during which
@@ -210,29 +204,26 @@ class RankRuntime:
         """See `Cache.warm`."""
         engine = parse_source_reference(engine_reference)
         home = self.homes.of(engine)
+        key = (home.address, engine.engine_id, engine.incarnation)
+
+        async def run() -> tuple[int, ...]:
+            source = await self._sources.get(home, key, engine_reference, deadline)
+            for agent in source.agents.values():
+                self.transport.warm(agent)
+            return tuple(source.agents)
+
         done: Future[tuple[int, ...]] = Future()
         # Mark the future as running, so that callers cannot cancel it.
         done.set_running_or_notify_cancel()
 
-        async def run() -> None:
-            result: tuple[int, ...] | BaseException
-            try:
-                key = (home.address, engine.engine_id, engine.incarnation)
-                source = await self._sources.get(home, key, engine_reference, deadline)
-                for agent in source.agents.values():
-                    self.transport.warm(agent)
-                result = tuple(source.agents)
-            except Exception as error:
-                result = error
+        def end(ended: Future[tuple[int, ...]]) -> None:
+            closed = Closed("the client is closed") if ended.cancelled() else None
+            result = closed or ended.exception() or ended.result()
             # The future's callbacks belong to the caller, and may wait.
             try:
-                await self.loop.on_thread(lambda: settle(done, result), "kvferry-callbacks")
+                start_thread(partial(settle, done, result), "kvferry-callbacks")
             except LimitReached:
                 settle(done, result)
-
-        def end(_: object) -> None:
-            if not done.done():
-                settle(done, Closed("the client is closed"))
 
         self.loop.submit(run()).add_done_callback(end)
         return done

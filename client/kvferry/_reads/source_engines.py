@@ -69,11 +69,12 @@ class SourceEngine:
 
 @dataclass(slots=True)
 class _Handshake:
-    """A handshake in progress, for which several reads may wait. Fails at `deadline`, on the loop's clock."""
+    """A handshake in progress, for which several reads may wait. Fails at `deadline`, on the loop's clock. The task
+    returns its error, which perhaps no read waits for any more."""
 
     reference: str
     deadline: float
-    done: asyncio.Future[SourceEngine]
+    task: asyncio.Task[SourceEngine | KvferryError]
 
 
 @dataclass(slots=True)
@@ -146,7 +147,8 @@ class SourceEngines:
         self._drop_where(lambda _, other: other.used_at < idle_since)
         try:
             while True:
-                handshake, mine = slot.handshake, False
+                handshake = slot.handshake
+                mine = handshake is None
                 if handshake is None:
                     pause = slot.breaker.ask(self._loop.now())
                     if pause > 0:
@@ -154,57 +156,48 @@ class SourceEngines:
                         raise Unreachable(message, retry_after=pause, address=home.address)
                     if slot.source is not None:
                         return slot.source
-                    handshake, mine = self._begin_handshake(slot, home, key, reference, traceparent), True
-                try:
-                    return await asyncio.shield(handshake.done)
-                except KvferryError as error:
-                    # The handshake may have had a shorter deadline, or a reference that is gone.
-                    longer = error.retryable and deadline > max(handshake.deadline, self._loop.now())
-                    other = isinstance(error, REFERENCE_GONE) and reference != handshake.reference
-                    if mine or not (longer or other):
-                        raise
+                    # Reads that wait after a failed handshake make the next one together.
+                    until = max(slot.waiting)
+                    shaking = self._shake_hands(slot, home, key, reference, until, traceparent)
+                    handshake = slot.handshake = _Handshake(reference, until, asyncio.ensure_future(shaking))
+                found = await asyncio.shield(handshake.task)
+                if isinstance(found, SourceEngine):
+                    return found
+                # The handshake may have had a shorter deadline, or a reference that is gone.
+                longer = found.retryable and deadline > max(handshake.deadline, self._loop.now())
+                other = isinstance(found, REFERENCE_GONE) and reference != handshake.reference
+                if mine or not (longer or other):
+                    raise found
         finally:
             slot.waiting.remove(deadline)
             self._forget_unknown(key, slot)
 
-    def _begin_handshake(
-        self, slot: _Slot, home: Control, key: SourceKey, reference: str, traceparent: str
-    ) -> _Handshake:
-        # Reads that wait after a failed handshake make the next one together.
-        handshake = slot.handshake = _Handshake(reference, max(slot.waiting), self._loop.future())
-        shaking = self._shake_hands(slot, handshake, home, key, traceparent)
-        self._loop.spawn(shaking, f"the handshake with engine {key[1]}")
-        return handshake
-
     async def _shake_hands(
-        self, slot: _Slot, handshake: _Handshake, home: Control, key: SourceKey, traceparent: str
-    ) -> None:
+        self, slot: _Slot, home: Control, key: SourceKey, reference: str, deadline: float, traceparent: str
+    ) -> SourceEngine | KvferryError:
         engine_id = key[1]
         span = start_span("kvferry.handshake", traceparent, source=engine_id)
-        source: SourceEngine | None = None
-        failure: KvferryError = TransferFailed(f"the handshake with {engine_id} has no result")
+        found: SourceEngine | KvferryError
         try:
             with span.calling():
-                source = await self._handshake(home, key, handshake.reference, handshake.deadline)
+                found = await self._handshake(home, key, reference, deadline)
         except KvferryError as error:
-            failure = error.with_traceback(None)
+            found = error.with_traceback(None)
         except Exception as error:
             logger.exception("the handshake with %s failed", engine_id)
-            failure = TransferFailed(f"handshake: {error!r}")
+            found = TransferFailed(f"handshake: {error!r}")
         slot.handshake = None
-        span.end(None if source is not None else failure)
-        if source is not None:
-            slot.source = source
-            handshake.done.set_result(source)
+        if isinstance(found, SourceEngine):
+            span.end()
+            slot.source = found
             # Only at the same home: an engine at another home may have the same name.
             self._drop_where(lambda other, _: other[:2] == key[:2] and other[2] != key[2])
-            return
-        handshake.done.set_exception(failure)
-        # Marks the exception as retrieved: perhaps no read waits any more.
-        handshake.done.exception()
-        if isinstance(failure, (PeerRestarted, EngineUnknown)):
-            self.gone(key)
-        self._forget_unknown(key, slot)
+        else:
+            span.end(found)
+            if isinstance(found, (PeerRestarted, EngineUnknown)):
+                self.gone(key)
+            self._forget_unknown(key, slot)
+        return found
 
     def _forget_unknown(self, key: SourceKey, slot: _Slot) -> None:
         """Forget an engine without a handshake: a reference that no home has checked may name any engine."""

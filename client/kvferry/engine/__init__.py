@@ -6,7 +6,7 @@
     SchedulerPort.collect ◄──(the engine)── WorkerOutput ──  WorkerPort.finished
 
 Every call that an engine makes from its step returns at once (R11); threads of the ports wait instead. Grants, their
-steps and worker outputs are plain values: they can be pickled, and `plain` converts them for encoders such as msgpack.
+steps and worker outputs are plain values: they can be pickled, or encoded by their types, as msgspec does.
 `docs/engines.md` is the guide.
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 
 from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, READ_TIMEOUT
@@ -16,6 +16,7 @@ from kvferry._directory.directory import Listing
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing
 from kvferry._prompt import Prompt
+from kvferry._reads.leased_read import ReadStage
 from kvferry._session import home_session_of
 from kvferry._wire.outcomes import MissReason
 from kvferry._wire.token import EngineToken
@@ -29,31 +30,15 @@ MAX_WAITING = 4096
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Counts the publications and reads of one engine. The counts up to `bytes` are totals since the start and only
-    rise; the others are current values.
+    """Counts what one engine has under way. `Client.stats` has the totals since the start.
 
     Attributes:
-        published, released, refused: publications of this engine; `refused` is the part of `released` that the home did
-            not accept. ``published - released`` are pinned.
-        done, failed, cancelled, expired, not_granted: ended reads, by outcome.
-        missed: reads that other engines were asked for, and that ended with `PrefixMiss`.
-        disputed: reads counted as done, whose leases had ended according to a later verdict of the home.
-        bytes: bytes read by all ranks.
+        pinned: publications that `SchedulerPort.released` has not returned.
         waiting, granted, reading, judging: reads in progress, by stage.
         uncertain: ended reads whose blocks may still be written to.
     """
 
-    published: int
-    released: int
-    refused: int
-    done: int
-    failed: int
-    cancelled: int
-    expired: int
-    not_granted: int
-    missed: int
-    disputed: int
-    bytes: int
+    pinned: int
     waiting: int
     granted: int
     reading: int
@@ -64,8 +49,7 @@ class SchedulerStats:
     def quiet(self) -> bool:
         """Whether no block is pinned for readers, and no read is in progress or may still write: an engine that takes
         no new work may use all of its memory for another purpose."""
-        reads = self.waiting + self.granted + self.reading + self.judging + self.uncertain
-        return self.published == self.released and not reads
+        return not any(astuple(self))
 
 
 class SchedulerPort(Closing):
@@ -402,11 +386,16 @@ class SchedulerPort(Closing):
         return await self._reads.news.arrive(arguments.seconds("timeout", timeout, zero=True))
 
     def stats(self) -> SchedulerStats:
-        """Return the counts of this engine's publications and reads."""
-        published, released, refused = self._publications.counts()
-        reads = self._reads.counted()
-        counts = {each.name: reads[each.name] for each in fields(SchedulerStats)}
-        return SchedulerStats(**{**counts, "published": published, "released": released, "refused": refused})
+        """Return the counts of this engine's publications and reads that are under way."""
+        stages = self._reads.stages()
+        return SchedulerStats(
+            pinned=self._publications.pinned(),
+            waiting=stages[ReadStage.WAITING],
+            granted=stages[ReadStage.GRANTED],
+            reading=stages[ReadStage.READING],
+            judging=stages[ReadStage.JUDGING],
+            uncertain=stages[ReadStage.ENDED],
+        )
 
     def close(self, timeout: float = 5.0) -> None:
         """Send the pending messages to the homes, for at most `timeout` seconds for publications and for reads each,

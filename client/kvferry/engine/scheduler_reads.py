@@ -18,7 +18,7 @@ from kvferry._loop import Loop, News
 from kvferry._prompt import Prompt, check_within
 from kvferry._reads.leased_read import ReadStage, ShareEnd
 from kvferry._reads.leased_reads import LeasedReads
-from kvferry._reads.meters import ReadMeter, kind_of
+from kvferry._reads.meters import ReadMeter
 from kvferry.engine.scheduler_read import SchedulerRead, end_of, latest_offer, offer_of, step_of
 from kvferry.engine.values import Finished, Grant, GrantStep, Offer, ReadEnd, WorkerOutput
 from kvferry.errors import (
@@ -26,10 +26,8 @@ from kvferry.errors import (
     InvalidField,
     KvferryError,
     LimitReached,
-    PrefixMiss,
     PromptMismatch,
     TransferCancelled,
-    TransferExpired,
     TransferStuck,
     WrongState,
 )
@@ -46,8 +44,6 @@ class Reads(LeasedReads[SchedulerRead]):
 
     Attributes:
         news: set when `granted`, `grant_steps` or `finished` has something to return.
-        counts: ended reads since the start, by field of `SchedulerStats`.
-        bytes: bytes read by all ranks since the start.
     """
 
     def __init__(
@@ -72,7 +68,6 @@ class Reads(LeasedReads[SchedulerRead]):
         self._waiting = 0
         self._ended: list[ReadEnd] = []
         self._quiesced: list[str] = []
-        self._disputed: list[ReadEnd] = []
         self._cancels: list[str] = []
         self._not_quiet: dict[SchedulerRead, float] = {}
         """Ended reads whose blocks may still be written to, and when to ask the ranks again to cancel them: a grant or
@@ -82,8 +77,6 @@ class Reads(LeasedReads[SchedulerRead]):
         self._changed: dict[str, None] = {}
         """Requests for which `granted` has a new result."""
         self.news = News()
-        self.counts: Counter[str] = Counter()
-        self.bytes = 0
         self._closed = False
 
     def acquire(self, request_id: str, request: AcquireRequest) -> None:
@@ -214,16 +207,14 @@ class Reads(LeasedReads[SchedulerRead]):
 
     def finished(self) -> Finished:
         with self.lock:
-            found = Finished(tuple(self._ended), tuple(self._quiesced), tuple(self._disputed))
-            self._ended, self._quiesced, self._disputed = [], [], []
+            found = Finished(tuple(self._ended), tuple(self._quiesced))
+            self._ended, self._quiesced = [], []
         return found
 
-    def counted(self) -> Counter[str]:
-        """Return the numbers of reads in `SchedulerStats`, by field. Takes no lock, as `ReadMeter.stats`."""
-        found = Counter(self.counts)
-        found.update(read.stage.value for read in list(self._by_id.values()))
-        found.update(bytes=self.bytes, uncertain=found[ReadStage.ENDED.value])
-        return found
+    def stages(self) -> Counter[ReadStage]:
+        """Return the numbers of reads by stage; those that have ended may still write. Takes no lock, as
+        `ReadMeter.stats`."""
+        return Counter(read.stage for read in list(self._by_id.values()))
 
     def close(self, timeout: float) -> None:
         """Cancel all reads at their homes. Waits at most `timeout` seconds until the homes have the cancellations: an
@@ -272,7 +263,6 @@ class Reads(LeasedReads[SchedulerRead]):
             self._waiting -= 1
         read.offer = None
         self._changed[read.request_id] = None
-        self.counts["missed" if isinstance(read.error, PrefixMiss) else "not_granted"] += 1
         self.news.tell()
 
     def on_stop(self, read: SchedulerRead) -> None:
@@ -294,8 +284,6 @@ class Reads(LeasedReads[SchedulerRead]):
         return TransferStuck(message, quiet=False, read_id=read_id, ranks=silent)
 
     def on_ended(self, read: SchedulerRead) -> None:
-        self.counts[kind_of(read.error)] += 1
-        self.bytes += read.bytes
         if read.not_quiet:
             self._not_quiet[read] = self._loop.now() + CANCEL_AGAIN
         end = end_of(read)
@@ -316,12 +304,6 @@ class Reads(LeasedReads[SchedulerRead]):
             self._quiesced.append(read.request_id)
         self.news.tell()
         self._forget(read)
-
-    def on_disputed(self, read: SchedulerRead) -> None:
-        self.counts["disputed"] += 1
-        error = TransferExpired(f"read {read.read_id}: the home says that its lease had ended", read_id=read.read_id)
-        self._disputed.append(replace(end_of(read), error=error, lost=read.lost))
-        self.news.tell()
 
     # Call these with the lock held.
 
@@ -362,7 +344,6 @@ class Reads(LeasedReads[SchedulerRead]):
         if read.stage is ReadStage.WAITING:
             self._waiting -= 1
         self.withdraw(read)
-        self.counts["cancelled"] += 1
         self._forget(read)
 
 

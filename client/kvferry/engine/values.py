@@ -1,42 +1,20 @@
 """Plain values that an engine passes between its scheduler and its workers.
 
-They can be pickled. `plain` converts a value to dicts, tuples, strings, numbers and bytes for encoders such as msgpack,
-and `of` converts the result back.
+They can be pickled. Their fields are typed, and hold only dataclasses, tuples, mappings, strings, numbers and bytes, so
+that libraries such as msgspec and pydantic encode them, and decode and check them by their types.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
-from types import NoneType
-from typing import Any, TypeVar, cast, get_args, get_type_hints
 
-from kvferry._arguments import flag, integer, mapping, several, text, texts, token_range
+from kvferry._arguments import integer
 from kvferry._reads.leased_read import ReadTimes, ShareWork
 from kvferry._wire.publication import Told
-from kvferry.errors import InvalidField, KvferryError, from_name
+from kvferry.errors import KvferryError, from_name
 from kvferry.geometry.blocks import BlockRuns, Blocks, Unfinished
-
-Plain = dict[str, object]
-"""Dicts, lists, tuples, strings, numbers, bytes, booleans and None."""
-Value = TypeVar("Value")
-
-
-class _Plain:
-    """A value that a scheduler and a worker pass to each other."""
-
-    __slots__ = ()
-
-    def plain(self) -> Plain:
-        """Convert to plain dicts and tuples, for encoders such as msgpack."""
-        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
-
-    @classmethod
-    def of(cls: type[Value], plain: Plain) -> Value:
-        """Rebuild a value from the result of `plain`; raises `InvalidField` for anything else."""
-        return _rebuilt(cls, plain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +74,7 @@ class Offer(_Leased):
 
 
 @dataclass(frozen=True, slots=True)
-class Grant(_Leased, _Plain):
+class Grant(_Leased):
     """An order to workers to read from a publication whose lease their scheduler holds: an `Offer` with blocks to read
     into. Has the attributes of `Offer`, and these:
 
@@ -114,7 +92,7 @@ class Grant(_Leased, _Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class GrantStep(_Plain):
+class GrantStep:
     """The blocks that the source of a `Grant` has published since: for `WorkerPort.add_step` on every rank.
 
     Workers may receive a step twice, before its grant, or out of order.
@@ -173,7 +151,7 @@ class RankEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerOutput(_Plain):
+class WorkerOutput:
     """Reports the ends of shares on one worker to the scheduler.
 
     Attributes:
@@ -244,63 +222,11 @@ class Finished:
     Attributes:
         reads: ends of reads; each read of the engine appears exactly once.
         quiesced: request_ids of reads that had ended without being quiet, and are quiet now.
-        disputed: reads that `reads` listed as successful before, and whose leases had ended according to a later
-            verdict of the home: their bytes may be wrong. They have a `ReadEnd.error`, and `ReadEnd.lost` has their
-            blocks. Only with a client's ``confirm="after"``, or if the home did not answer in time.
     """
 
     reads: tuple[ReadEnd, ...] = ()
     quiesced: tuple[str, ...] = ()
-    disputed: tuple[ReadEnd, ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether any read has ended, become quiet, or is disputed."""
-        return bool(self.reads or self.quiesced or self.disputed)
-
-
-_CHECKED: Mapping[object, Callable[[str, object], object]] = {
-    str: text,
-    int: integer,
-    bool: flag,
-    tuple[str, ...]: texts,
-    tuple[int, int]: lambda _, value: token_range(value),
-}
-
-
-def _rebuilt(cls: type[Value], plain: object) -> Value:
-    """Rebuild a value from what `plain` makes of it. Raises `InvalidField`: the fields are not those of the class, or
-    one is not of its type."""
-    name, makers = cls.__name__, _makers(cast(Any, cls))
-    given = mapping(name, plain, f"the result of {name}.plain()")
-    try:
-        return cls(**{str(field): makers[str(field)](value) for field, value in given.items()})
-    except (KeyError, TypeError):
-        raise InvalidField(name, sorted(map(str, given)), f"the fields of {name}.plain()") from None
-
-
-@cache
-def _makers(cls: Any) -> dict[str, Callable[[Any], object]]:
-    """Return the functions that rebuild the fields of a class."""
-    return {name: _maker(name, kind) for name, kind in get_type_hints(cls).items()}
-
-
-def _maker(name: str, kind: Any) -> Callable[[Any], object]:
-    of = get_args(kind)
-    if NoneType in of:
-        make = _maker(name, of[0])
-        return lambda value: None if value is None else make(value)
-    if hasattr(kind, "__dataclass_fields__"):
-        return partial(_rebuilt, kind)
-    if of and hasattr(of[0], "__dataclass_fields__"):
-        expected = f"{of[0].__name__}s, as plain() returned"
-        return lambda value: tuple(_rebuilt(of[0], each) for each in several(name, value, object, expected))
-    return partial(_CHECKED[kind], name) if kind in _CHECKED else _tuples
-
-
-def _tuples(value: Any) -> Any:
-    """Make tuples of the lists that an encoder has made of tuples."""
-    if isinstance(value, list):
-        return tuple(value)
-    if isinstance(value, dict):
-        return {name: _tuples(item) for name, item in value.items()}
-    return value
+        """Whether any read has ended or become quiet."""
+        return bool(self.reads or self.quiesced)

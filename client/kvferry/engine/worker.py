@@ -23,7 +23,6 @@ from kvferry._reads.runtime import LocalRank
 from kvferry._wire.token import EngineToken
 from kvferry.engine.values import Grant, GrantStep, Offer, RankEnd, WorkerOutput
 from kvferry.errors import InvalidField, TransferCancelled, WrongState
-from kvferry.geometry.blocks import Blocks, blocks_by_group
 from kvferry.geometry.tensors import Tensor
 
 MAX_DONE = 65_536
@@ -146,20 +145,12 @@ class WorkerPort(Closing):
             raise self._wrong_state()
         return self._cache
 
-    def start(
-        self,
-        grant: Grant,
-        local_blocks: Mapping[str, Blocks] | None = None,
-        tokens: tuple[int, int] | None = None,
-        *,
-        tails: Tails = Tails.KEEP,
-    ) -> None:
+    def start(self, grant: Grant, *, tails: Tails = Tails.KEEP) -> None:
         """Start to read this rank's share of a grant. `finished` reports the end and all errors not listed here.
 
         Args:
-            grant: the grant that `SchedulerPort.attach` returned.
-            local_blocks, tokens: see `SchedulerPort.attach`; None: those of the grant. If the grant is not `complete`,
-                `add_step` adds the other blocks of the source, and the share ends with the last.
+            grant: the grant that `SchedulerPort.attach` returned. If it is not `complete`, `add_step` adds the other
+                blocks of the source, and the share ends with the last.
             tails: whether the bytes of the local blocks behind the last token read are kept or cleared.
 
         Raises:
@@ -169,16 +160,14 @@ class WorkerPort(Closing):
             InvalidField: an argument has the wrong type.
             Closed: the cache is closed.
         """
-        if isinstance(grant, Offer) or (isinstance(grant, Grant) and local_blocks is None and not grant.local):
-            request_id = arguments.text("request_id", grant.request_id)
+        if isinstance(grant, Offer):
             raise WrongState(
-                f"request {request_id!r} has no blocks to read into: attach() it first, and start the Grant that "
+                f"request {grant.request_id!r} has no blocks to read into: attach() it first, and start the Grant that "
                 "SchedulerPort.attach returns",
-                request_id=request_id,
+                request_id=grant.request_id,
             )
         arguments.instance("grant", grant, Grant, "the Grant that SchedulerPort.attach returned")
         runtime = runtime_of(self.cache)
-        mine = grant.local_blocks() if local_blocks is None else blocks_by_group("local_blocks", local_blocks)
         order = RankOrder(
             read_id=grant.read_id,
             request_id=grant.request_id,
@@ -192,8 +181,8 @@ class WorkerPort(Closing):
                 blocks=grant.blocks(), complete=arguments.flag("complete", grant.complete), unfinished=grant.unfinished
             ),
             wanted=Wanted(
-                blocks=mine,
-                tokens=arguments.token_range(grant.tokens if tokens is None else tokens),
+                blocks=grant.local_blocks(),
+                tokens=arguments.token_range(grant.tokens),
                 tails=arguments.instance("tails", tails, Tails, "a Tails"),
             ),
             deadline=runtime.loop.now() + arguments.seconds("timeout", grant.timeout, zero=True),

@@ -11,7 +11,7 @@ from typing import cast
 import grpc
 
 from kvferry import _arguments as arguments
-from kvferry._client import MAX_READS, Client
+from kvferry._client import Client
 from kvferry._clock import now
 from kvferry._forks import Closing
 from kvferry._integrity.summed_blocks import IntegrityOptions
@@ -104,8 +104,6 @@ class Fabric(Closing):
         options: NixlOptions | None = None,
         staging: StagingOptions | None = None,
         integrity: IntegrityOptions | None = None,
-        max_reads: int = MAX_READS,
-        confirm: str = "before",
         prompt_check: str = "compare",
         optimistic: bool = True,
     ) -> Client:
@@ -115,7 +113,7 @@ class Fabric(Closing):
 
         Args:
             home: number of the client's own node server. It may read from engines of all homes.
-            options, staging, integrity, max_reads, confirm, prompt_check, optimistic: see `kvferry.Client`.
+            options, staging, integrity, prompt_check, optimistic: see `kvferry.Client`.
 
         Raises:
             InvalidField: an argument has the wrong type, or there is no such home.
@@ -128,8 +126,6 @@ class Fabric(Closing):
             options=options,
             staging=staging,
             integrity=integrity,
-            max_reads=max_reads,
-            confirm=confirm,
             prompt_check=prompt_check,
             optimistic=optimistic,
         )

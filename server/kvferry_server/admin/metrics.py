@@ -99,9 +99,7 @@ def _budgets(node: NodeState) -> Mapping[str, tuple[int, int]]:
 def _engine_budgets(node: NodeState) -> Mapping[str, tuple[int, int]]:
     engines = node.engines
     used = {
-        "waiting_reads": max((engine.waiting_reads.used for engine in engines), default=0),
-        "waiting_declines": max((len(engine.declined) for engine in engines), default=0),
-        "publications": max((len(engine.listed) for engine in engines), default=0),
+        "publications": max((len(engine.publications) for engine in engines), default=0),
         "checksum_bytes": max((engine.checksum_bytes for engine in engines), default=0),
     }
     return {name: (most, getattr(node.home.limits, name)) for name, most in used.items()}
@@ -188,7 +186,7 @@ METRICS: tuple[Row, ...] = (
         *("engine_budget_used", "engine_budget_limit"),
         "Use of a budget that each engine has, by the engine that uses most of it.",
         _engine_budgets,
-        budget=("waiting_reads", "waiting_declines", "publications", "checksum_bytes"),
+        budget=("publications", "checksum_bytes"),
     ),
     *_counted(CallCounts, lambda node: node.calls),
     *_bounded(

@@ -14,7 +14,7 @@ from kvferry._wire.channel import Address
 from kvferry._wire.tls_files import TlsFiles
 from kvferry.stats import Distribution, counter, histogram, shown
 from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.event_log import EventLog
+from kvferry_server.domain.journal import EventLog
 from kvferry_server.domain.limits import Budget
 from kvferry_server.home.home import Home
 from kvferry_server.servicers.relay import Relays
@@ -168,9 +168,9 @@ def last_reads(node: NodeState) -> list[Row]:
     with node.home.turn() as now:
         return [
             {
-                **asdict(read),
-                "began_s_ago": round(now - read.granted_at, 6),
-                "ended_s_ago": round(now - read.ended_at, 6),
+                **read,
+                "began_s_ago": round(now - read["granted_at"], 6),
+                "ended_s_ago": round(now - read["ended_at"], 6),
             }
             for read in node.home.journal.last_reads
         ]

@@ -15,7 +15,7 @@ from kvferry._summaries import duration, engine_row, request_row, size, transfer
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry_server.admin.node_state import NodeState, Row, last_reads, overview
 from kvferry_server.admin.problems import Problem, problems
-from kvferry_server.servicers import lists
+from kvferry_server.servicers import introspection
 
 PAGE_SIZE = 50  # Entries of a listing on one page
 TICKS = 4
@@ -91,9 +91,9 @@ def front(node: NodeState, query: Mapping[str, str]) -> Html:
     def asked(name: str) -> dict[str, Any]:
         return {"page_size": PAGE_SIZE, "page_token": query.get(name, "")}
 
-    engines = lists.engines(home, ipb.ListEnginesRequest(**asked("engines")))
-    reads = lists.transfers(home, ipb.ListTransfersRequest(**asked("reads")))
-    requests = lists.requests(home, ipb.ListRequestsRequest(**asked("requests")))
+    engines = introspection.engines(home, ipb.ListEnginesRequest(**asked("engines")))
+    reads = introspection.transfers(home, ipb.ListTransfersRequest(**asked("reads")))
+    requests = introspection.requests(home, ipb.ListRequestsRequest(**asked("requests")))
     hosts = {(engine.ref.engine_id, engine.ref.incarnation): engine.host for engine in node.engines}
     with_hosts = [
         {

@@ -14,7 +14,7 @@ from kvferry_server.admin.node_state import NodeState
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.journal import RECENT, BadEnd
 from kvferry_server.domain.limits import MAX_NAMED_NODES, MAX_NAMED_RANKS
-from kvferry_server.domain.reads import LeaseState
+from kvferry_server.domain.values import LeaseState
 
 MAX_ENGINES = 50  # That are described; the rest are counted
 WORST_FIRST = ("dead", "lost", "incomplete")  # States of engines

@@ -29,7 +29,7 @@ from kvferry_server.admin import page
 from kvferry_server.admin.metrics import NodeCollector
 from kvferry_server.admin.node_state import NodeState, last_reads, overview
 from kvferry_server.home.home import Home
-from kvferry_server.servicers import lists
+from kvferry_server.servicers import introspection
 
 logger = logging.getLogger(__name__)
 
@@ -129,9 +129,9 @@ class AdminService(web.Server):
             "/healthz": lambda _: _probe(node.why_not_healthy()),
             "/readyz": lambda _: _probe(node.why_not_healthy() or node.why_not_ready()),
             "/statusz": pages.of(lambda _: _json(overview(node))),
-            "/statusz/engines": pages.of(_listed(node, lists.engines, ipb.ListEnginesRequest)),
-            "/statusz/requests": pages.of(_listed(node, lists.requests, ipb.ListRequestsRequest)),
-            "/statusz/reads": pages.of(_listed(node, lists.transfers, ipb.ListTransfersRequest)),
+            "/statusz/engines": pages.of(_listed(node, introspection.engines, ipb.ListEnginesRequest)),
+            "/statusz/requests": pages.of(_listed(node, introspection.requests, ipb.ListRequestsRequest)),
+            "/statusz/reads": pages.of(_listed(node, introspection.transfers, ipb.ListTransfersRequest)),
             "/statusz/last-reads": pages.of(lambda _: _json({"reads": last_reads(node)})),
         }
 

@@ -145,7 +145,7 @@ class NodeConfig(BaseModel):
             if name in self.model_fields_set and given > most:
                 raise InvalidField(name, given, f"at most {limit}, {most:g} s, which ends it in any case")
         if self.directory and not open_directory(self.directory).publishes:
-            raise InvalidField("directory", self.directory, "etcd:// or etcds://: files and DNS are written by others")
+            raise InvalidField("directory", self.directory, "etcd:// or etcds://: files are written by others")
         if self.tls is not None and self.tls.cert is None:
             raise InvalidField("tls_ca", str(self.tls_ca), "tls_cert and tls_key beside it")
         if self.policy is not None and self.tls_ca is None:

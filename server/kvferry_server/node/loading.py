@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import ByteSize, ValidationError
 
 from kvferry._directory.file import parse_toml
-from kvferry._wire.channel import read_tls, tls_problems
+from kvferry._wire.channel import read_tls
 from kvferry.errors import InvalidField, KvferryError
 from kvferry_server.node.certificates import check_in_time, validity
 from kvferry_server.node.config import ENV_PREFIX, GROUPS, NodeConfig, shown
@@ -163,9 +163,9 @@ def file_problems(loaded: Loaded) -> list[str]:
     """Return a line for each unusable file: the setting, its value and origin, and the expected value."""
     config = loaded.config
     tls, policy = config.tls, config.policy
-    problems = [] if tls is None else tls_problems(tls)
+    problems: list[InvalidField] = []
     try:
-        if tls is not None and not problems:
+        if tls is not None:
             check_in_time(tls, validity(read_tls(tls), tls), time.time())
     except InvalidField as error:
         problems.append(error)

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from kvferry_server.domain.event_log import EventLog
+from kvferry_server.domain.journal import EventLog
 from kvferry_server.domain.times import BOOT
 
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != 9} | {

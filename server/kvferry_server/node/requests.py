@@ -226,7 +226,7 @@ class Requests:
         await turn.acquire()
         held.turn = turn
         held.count(size)
-        return await self._worker.run(host, len(raw), lambda: _parsed(decode, raw))
+        return await self._worker.run(host, lambda: _parsed(decode, raw))
 
     async def _measured(self, raw: bytes, shape: Shape, host: str) -> int:
         """Return the decoded size of a request; raises `InvalidField` if it is too large."""

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from kvferry import EngineToken
-from kvferry.integrations.vllm.params import PREFIX_SOURCE
+from kvferry.integrations.vllm.requests import PREFIX_SOURCE
 from tests.support.admin_listeners import Scraped
 from tests.support.node_servers import NodeServerProcess, free_port
 from tests.support.streams import Stream

@@ -120,26 +120,17 @@ def test_engine_budgets_show_the_fullest_engine(tmp_path: Path) -> None:
     """The metric does not name the engine; the page does."""
     flags = ["--unix", "", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--drain", "0"]
     with Kvferryd(*flags) as server, connect(server.address) as channel:
-        names = ("publications", "waiting_reads", "waiting_declines", "checksum_bytes")
+        names = ("publications", "checksum_bytes")
         empty = Scraped(server.admin)
-        assert [empty("kvferry_engine_budget_used", budget=name) for name in names] == [0, 0, 0, 0]
+        assert [empty("kvferry_engine_budget_used", budget=name) for name in names] == [0, 0]
         one, other = Party(channel, "one"), Party(channel, "other")
         one.live()
         for _ in range(3):
             one.publish()
         other.live()
-        # The publications that these reads name do not exist.
-        other.publication += 5
-        assert other.kv.ReadBlocks(other.read_request(), timeout=30).HasField("accepted")
-        for _ in range(2):
-            other.publication += 1
-            other.notify_reader(pb.Notification(decline=pb.Decline(reference=other.reference())))
-        seen = scraped(server.admin, "kvferry_engine_budget_used", 2, budget="waiting_declines")
-        assert seen("kvferry_engine_budget_used", budget="publications") == 4
-        assert seen("kvferry_engine_budget_used", budget="waiting_reads") == 1
+        seen = scraped(server.admin, "kvferry_engine_budget_used", 4, budget="publications")
         limits = Limits()
         assert seen("kvferry_engine_budget_limit", budget="publications") == limits.publications
-        assert seen("kvferry_engine_budget_limit", budget="waiting_reads") == limits.waiting_reads
         assert seen("kvferry_engine_budget_limit", budget="checksum_bytes") == limits.checksum_bytes
         one.close()
         other.close()

@@ -17,9 +17,8 @@ from kvferry_server.admin.problems import (
     Problem,
     problems,
 )
-from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.journal import LAST_READS, RECENT
-from kvferry_server.domain.reads import RankOutcome, RankReport
+from kvferry_server.domain.values import EngineRef, RankOutcome, RankReport
 from tests.support.parties import SECRETS, D, E, P, Scene, rank_geometry, registration
 
 

@@ -20,8 +20,8 @@ from kvferry.errors import (
 )
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Limits
 from kvferry_server.domain.publications import PublicationStage
-from kvferry_server.domain.reads import LeaseState, RankOutcome, RevokeReason, Verdict
 from kvferry_server.domain.times import Times
+from kvferry_server.domain.values import LeaseState, RankOutcome, RevokeReason, Verdict
 from tests.support.parties import SECRETS, TIMES, D, E, P, Scene, ask, done, key, read_id
 
 
@@ -420,19 +420,14 @@ def test_numbers_of_forgotten_publications_are_stale(scene: Scene) -> None:
         scene.publish(1, request_id="another request")
 
 
-def test_waiting_reads_and_leases_are_limited() -> None:
-    scene = Scene(limits=Limits(waiting_reads=4, reads=3))
-    scene.grant(1, name="a")
-    scene.grant(2, name="a")
-    with pytest.raises(LimitReached) as caught:
-        scene.grant(3, name="a")
-    assert caught.value.retryable
-    assert caught.value.values["limit"] == "waiting_reads"
+def test_leases_of_a_publication_are_limited() -> None:
+    scene = Scene(limits=Limits(reads=3))
     scene.publish(1)
-    for name in "bc":
+    for name in "abc":
         scene.grant(1, name=name)
     with pytest.raises(LimitReached) as caught:
         scene.grant(1, name="d")
+    assert caught.value.retryable
     assert caught.value.values["limit"] == "reads"
 
 
@@ -477,14 +472,14 @@ def test_leases_that_are_due_count_as_ended_before_the_timer_reaches_them() -> N
     scene.records.advance()
     assert leases[0].state is LeaseState.EXPIRED
     assert alone.live
-    assert scene.records.next_deadline() <= scene.clock.now()
+    assert scene.records.deadlines.next_deadline() <= scene.clock.now()
     # The lease has ended exactly at its time, although no timer has acted on it.
     assert scene.report(alone, 0).verdict is Verdict.EXPIRED
     assert scene.renew(leases[-1]) == 0
     with pytest.raises(LeaseEnded):
         scene.grant(1, name=str(5 * MAX_ENDED_AT_ONCE - 1))
     calls = 0
-    while scene.records.next_deadline() <= scene.clock.now():
+    while scene.records.deadlines.next_deadline() <= scene.clock.now():
         scene.records.advance()
         calls += 1
     assert calls <= 6

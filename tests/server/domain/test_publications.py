@@ -29,7 +29,7 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain import publications
 from kvferry_server.domain.limits import MAX_SKIPPED, Limits
 from kvferry_server.domain.publications import PUBLICATION_BYTES, PublicationStage
-from kvferry_server.domain.reads import Verdict
+from kvferry_server.domain.values import Verdict
 from tests.support.parties import (
     FULL,
     P2,
@@ -494,10 +494,10 @@ def test_jump_of_numbers_takes_bounded_memory(scene: Scene) -> None:
 
 
 def test_publications_and_their_bytes_are_limited() -> None:
-    scene = Scene(limits=Limits(publications=2, memory=0, engine_memory=12_000))
-    scene.publish(1, payload=b"x" * 4000)
+    scene = Scene(limits=Limits(publications=2, memory=0, engine_memory=20_000))
+    scene.publish(1, payload=b"x" * 8000)
     with pytest.raises(LimitReached) as caught:
-        scene.publish(2, payload=b"x" * 4000)
+        scene.publish(2, payload=b"x" * 8000)
     assert caught.value.values["limit"] == "memory"
     scene.publish(2)
     with pytest.raises(LimitReached) as caught:
@@ -749,7 +749,7 @@ def test_records_are_empty_after_many_requests(scene: Scene) -> None:
     scene.wait(TIMES.final)
     assert not arrived(scene.records)
     assert not list(scene.records.leases())
-    assert scene.records.next_deadline() == float("inf")
+    assert scene.records.deadlines.next_deadline() == float("inf")
 
 
 def test_a_later_step_waits_for_the_snapshot_that_holds_the_first() -> None:

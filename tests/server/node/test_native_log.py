@@ -16,7 +16,7 @@ import pytest
 
 from kvferry._clock import now
 from kvferry._wire.channel import MAX_CLIENT_CHAIN_BYTES, TlsConfig, chain_bytes
-from kvferry_server.domain.event_log import MOST_IN_WINDOW, WINDOW
+from kvferry_server.domain.journal import MOST_IN_WINDOW, WINDOW
 from tests.support.certificates import Authority, tls_flags
 from tests.support.command_line import run_kvferry
 from tests.support.node_servers import Kvferryd, command, environment, wait_serving

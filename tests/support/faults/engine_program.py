@@ -97,7 +97,7 @@ class Engine:
         for end in finished.reads:
             ended[end.request_id] = Seen(end.error, end.confirmed, end.bytes)
             quiet += [end.request_id] if end.quiet else []
-        return Stepped(published, port.released(), ended, [*quiet, *finished.quiesced], len(finished.disputed))
+        return Stepped(published, port.released(), ended, [*quiet, *finished.quiesced])
 
     # The source's commands.
 

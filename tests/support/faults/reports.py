@@ -76,14 +76,12 @@ class Stepped:
         released: each `Release` of publications.
         ended: how reads ended, by their names; each once.
         quiet: names of reads whose blocks may be reused, each once.
-        disputed: number of reads that were called good before, and are no more.
     """
 
     published: list[Any]
     released: list[Any]
     ended: dict[str, Seen]
     quiet: list[str]
-    disputed: int
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,6 @@ class Traffic:
         ended: those that have ended, in their order.
         reads: those under way, by name.
         outcomes: number of requests by how they ended.
-        disputed: number of reads with right bytes of which the home has said since that their leases had ended.
     """
 
     world: World
@@ -87,7 +86,6 @@ class Traffic:
     ended: list[Ended] = field(default_factory=list)
     reads: dict[str, Reading] = field(default_factory=dict)
     outcomes: Counter[str] = field(default_factory=Counter)
-    disputed: int = 0
 
     def __post_init__(self) -> None:
         self._names = (f"load-{number}" for number in itertools.count())
@@ -157,8 +155,6 @@ class Traffic:
     def _hear_reader(self) -> bool:
         stepped: Stepped | None = self._to_reader.answer()
         if stepped is not None:
-            # They ended in time by the reader's clock. A home that was stopped hears of it when the lease has ended.
-            self.disputed += stepped.disputed
             for name, seen in stepped.ended.items():
                 self._uncertain[name] = reading = self.reads.pop(name)
                 self._end(reading, seen)

@@ -23,7 +23,6 @@ from vllm.v1.kv_cache_interface import (
 from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import Blocks
 from kvferry.geometry.model import Group, GroupKind
-from kvferry.integrations.vllm.versions import is_divided_by_tokens
 
 NULL_BLOCK = 0
 """The null block: the first block of vLLM's block pool."""
@@ -43,25 +42,17 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """vLLM's list of a request's blocks in one group.
+    """vLLM's list of a request's blocks in one group."""
 
-    Attributes:
-        index: number of the group in vLLM's configuration.
-        group: the group.
-        entry_tokens: tokens per entry of the table, also in tables of states.
-        chunk_tokens: the chunk size of chunked local attention; else 0.
-        window_tokens: the size of a sliding window; else 0. To kvferry such a group is one of tokens, whose tables
-            begin late: the planner would read a window from its first token on, but vLLM takes each full block that was
-            read into for its prefix cache, also the block in which the window begins. So whole blocks are read.
-        draft_blocks: blocks of a state for drafts, behind its own block.
-    """
-
-    index: int
+    index: int  # number of the group in vLLM's configuration
     group: Group
-    entry_tokens: int
-    chunk_tokens: int = 0
+    entry_tokens: int  # tokens per entry of the table, also in tables of states
+    chunk_tokens: int = 0  # the chunk size of chunked local attention; else 0
     window_tokens: int = 0
-    draft_blocks: int = 0
+    """The size of a sliding window; else 0. To kvferry such a group is one of tokens, whose tables begin late: the
+    planner would read a window from its first token on, but vLLM takes each full block that was read into for its
+    prefix cache, also the block in which the window begins. So whole blocks are read."""
+    draft_blocks: int = 0  # blocks of a state for drafts, behind its own block
 
     @property
     def forgets(self) -> bool:
@@ -260,6 +251,4 @@ def entry_tokens(spec: Any, vllm_config: Any) -> int:
 
 def token_shards(spec: Any, vllm_config: Any) -> int:
     """Return the number of ranks that divide a layer's tokens: those of decode context parallelism, or 1."""
-    if isinstance(spec, MambaSpec) or not is_divided_by_tokens(spec):
-        return 1
-    return int(vllm_config.parallel_config.decode_context_parallel_size)
+    return int(vllm_config.parallel_config.decode_context_parallel_size) if spec.dcp_sharded else 1

@@ -44,9 +44,6 @@ METRICS: dict[str, VllmMetric] = {
     "read": _counter("read", "Requests read from prefill instances.", lambda end: 1),
     "bytes": _counter("bytes", "Bytes read from prefill instances, by all ranks.", lambda end: end.bytes),
     "failed": _counter("failed", "Reads that failed."),
-    "disputed": _counter(
-        "disputed", "Good reads whose lease had ended, as their home has said since (confirm: after)."
-    ),
     "not_granted": _counter("not_granted", "Reads that were refused, or whose publication never came."),
     "cancelled": _counter("cancelled", "Reads of requests that were aborted."),
     "verified_blocks": _counter(

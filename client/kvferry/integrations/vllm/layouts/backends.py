@@ -19,8 +19,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvferry.errors import InvalidField
 from kvferry.integrations.vllm.layouts import orders
-from kvferry.integrations.vllm.layouts.layer import Layer, content_of, element_type
-from kvferry.integrations.vllm.layouts.orders import Planes
+from kvferry.integrations.vllm.layouts.orders import Layer, Planes, content_of, element_type
 from kvferry.integrations.vllm.layouts.state import state_planes
 
 

@@ -1,12 +1,54 @@
-"""Lease requests, reports and verdicts, as values."""
+"""The values of the domain: engines, references of routers, reads, reports and verdicts."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from kvferry_server.domain.identity import NOBODY, EngineRef, Names, RouterReference
+from kvferry._wire.authority import question_name
+
+Names: TypeAlias = frozenset[bytes]  # The names in a verified certificate
+
+NOBODY: Names = frozenset()  # The names of a caller without a certificate
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class EngineRef:
+    """One start of an engine."""
+
+    engine_id: str
+    incarnation: bytes  # 16 bytes, derived from the session secret that one process of the engine draws per start
+
+    def __str__(self) -> str:
+        return f"engine {self.engine_id!r}, incarnation {self.incarnation.hex()}"
+
+
+@dataclass(frozen=True, slots=True)
+class RouterKey:
+    """A router's own name for a request, in a reference that the router made, with the reference's key."""
+
+    name: str  # The router_key, unique at its engine. Public, like a request_id.
+    key: bytes = field(repr=False)  # 16 bytes, secret
+
+    @property
+    def of_question(self) -> bool:
+        """Whether an asker, and no router, made the reference (`kvferry.v1.Ask`)."""
+        return self.name == question_name(self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterReference:
+    """A reference that a router made."""
+
+    home: str  # the address in the reference
+    engine_ids: tuple[str, ...]  # names that the source may have
+    router_key: RouterKey
+
+
+LEASE_BYTES = 1024  # Bytes that a lease takes in memory, with its entries in the home's indexes; estimated
+REPORT_BYTES = 160  # Bytes that a rank's report takes in memory, estimated
 
 
 class LeaseState(enum.IntEnum):
@@ -59,13 +101,12 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class ReadKey:
-    """The identity of a read: calls with equal keys belong to one read (PROTOCOL, Identities). `read_id` is the
-    reader's secret, 16 bytes."""
+    """The identity of a read: calls with equal keys belong to one read (PROTOCOL, Identities)."""
 
     source: EngineRef
     publication: int
     reader: EngineRef
-    read_id: bytes = field(repr=False)
+    read_id: bytes = field(repr=False)  # 16 bytes, a secret of the reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +125,13 @@ class LeaseRequest:
 
     @property
     def holder(self) -> Hashable:
-        """The holder in budgets for readers: the host, because readers choose their own names; the reader if its host
-        is unknown."""
+        """The holder in budgets: the host, because readers choose their own names; the reader if that is unknown."""
         return self.host or self.read.reader
+
+    @property
+    def size(self) -> int:
+        """Estimated bytes of its lease in memory, with the reports of all participants: a report always has room."""
+        return LEASE_BYTES + REPORT_BYTES * self.parties
 
 
 @dataclass(frozen=True, slots=True)
