@@ -68,7 +68,7 @@ class ShownListener:
 class NodeState:
     """A node server, for the admin listener. Belongs to the server's event loop.
 
-    `home_runs` says whether the home's timers run. Without TLS, `certificates` is None. `failed_handshakes` returns
+    Without TLS, `certificates` is None. `failed_handshakes` returns
     numbers by reason; None: they are not counted.
     `settings` are those that may be shown: durations, in seconds, and limits. `memory_limit` is in bytes, `started_at`
     in seconds since 1970. `listeners` grows while the server starts. `count_connections` counts the open connections to
@@ -78,7 +78,6 @@ class NodeState:
 
     home: Home
     relays: Relays
-    home_runs: Callable[[], bool]
     certificates: TlsFiles | None
     failed_handshakes: Callable[[], Mapping[str, int]] | None
     settings: Mapping[str, object]
@@ -107,8 +106,6 @@ class NodeState:
 
     def why_not_healthy(self) -> str:
         """Return why only a restart helps; empty if the server works. An answer shows that the event loop runs."""
-        if not self.home_runs():
-            return "the home's timers have stopped: nothing is released any more"
         late = self.home.clock.now() - self.home.next_deadline()
         return f"the home's timers are {late:.0f} s late" if late > OVERDUE else ""
 

@@ -70,14 +70,40 @@ Answer = tuple[int, str, bytes]
 Query = Mapping[str, str]
 
 
-class AdminListener(web.Server):
-    """Serves HTTP on one address until `close`: aiohttp's server of connections, with limits on their number and
-    duration. `address` may have port 0, and has its real port once `start` has returned. Belongs to the event loop that
-    makes it."""
+class Share:
+    """A share of the event loop's time, of which answers are made: one after another, with pauses."""
 
-    def __init__(self, address: Address, answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> None:
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._until = float("-inf")
+
+    def of(self, make: Callable[[Query], Answer]) -> Callable[[Query], Awaitable[Answer]]:
+        async def made(query: Query) -> Answer:
+            loop = asyncio.get_running_loop()
+            async with self._turn:
+                await asyncio.sleep(max(0.0, self._until - loop.time()))
+                began = loop.time()
+                try:
+                    return make(query)
+                finally:
+                    took = loop.time() - began
+                    self._until = began + took / SHARE
+
+        return made
+
+
+class AdminService(web.Server):
+    """Shows a node server on one address until `close`: aiohttp's server of connections, with limits on their number
+    and duration. `address` may have port 0, and has its real port once `start` has returned. Belongs to the event loop
+    that makes it.
+
+    With `local`, only requests that name this host, by an IP address or as localhost, are
+    answered. Otherwise a web page in an operator's browser could point its own name here, and read what only this host
+    may read."""
+
+    def __init__(self, node: NodeState, address: Address, *, local: bool) -> None:
         super().__init__(
-            answer,
+            self._answer,
             logger=_silent,
             access_log=None,
             keepalive_timeout=0,
@@ -91,6 +117,23 @@ class AdminListener(web.Server):
         self._listening: asyncio.Server | None = None
         # The oldest connection first.
         self._open: dict[web.RequestHandler, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}
+        self._local = local
+        collector, pages, metrics = NodeCollector(node), Share(), Share()
+        static = files("kvferry_server.admin").joinpath("static")
+        css, script = (static.joinpath(name).read_bytes() for name in ("page.css", "page.js"))
+        self._paths: dict[str, Callable[[Query], Answer | Awaitable[Answer]]] = {
+            "/": pages.of(lambda query: _page(page.front(node, query))),
+            "/page.css": lambda _: (200, "text/css; charset=utf-8", css),
+            "/page.js": lambda _: (200, "text/javascript; charset=utf-8", script),
+            "/metrics": metrics.of(lambda _: (200, CONTENT_TYPE_LATEST, collector.text())),
+            "/healthz": lambda _: _probe(node.why_not_healthy()),
+            "/readyz": lambda _: _probe(node.why_not_healthy() or node.why_not_ready()),
+            "/statusz": pages.of(lambda _: _json(overview(node))),
+            "/statusz/engines": pages.of(_listed(node, introspection.engines, ipb.ListEnginesRequest)),
+            "/statusz/requests": pages.of(_listed(node, introspection.requests, ipb.ListRequestsRequest)),
+            "/statusz/reads": pages.of(_listed(node, introspection.transfers, ipb.ListTransfersRequest)),
+            "/statusz/last-reads": pages.of(lambda _: _json({"reads": last_reads(node)})),
+        }
 
     async def start(self) -> None:
         """Listen; raises `OSError` if the address cannot be used."""
@@ -117,54 +160,6 @@ class AdminListener(web.Server):
         found = self._open.pop(handler, None)
         if found is not None:
             found[1].cancel()
-
-
-class Share:
-    """A share of the event loop's time, of which answers are made: one after another, with pauses."""
-
-    def __init__(self) -> None:
-        self._turn = asyncio.Lock()
-        self._until = float("-inf")
-
-    def of(self, make: Callable[[Query], Answer]) -> Callable[[Query], Awaitable[Answer]]:
-        async def made(query: Query) -> Answer:
-            loop = asyncio.get_running_loop()
-            async with self._turn:
-                await asyncio.sleep(max(0.0, self._until - loop.time()))
-                began = loop.time()
-                try:
-                    return make(query)
-                finally:
-                    took = loop.time() - began
-                    self._until = began + took / SHARE
-
-        return made
-
-
-class AdminService(AdminListener):
-    """Shows a node server. With `local`, only requests that name this host, by an IP address or as localhost, are
-    answered. Otherwise a web page in an operator's browser could point its own name here, and read what only this host
-    may read."""
-
-    def __init__(self, node: NodeState, address: Address, *, local: bool) -> None:
-        super().__init__(address, self._answer)
-        self._local = local
-        collector, pages, metrics = NodeCollector(node), Share(), Share()
-        static = files("kvferry_server.admin").joinpath("static")
-        css, script = (static.joinpath(name).read_bytes() for name in ("page.css", "page.js"))
-        self._paths: dict[str, Callable[[Query], Answer | Awaitable[Answer]]] = {
-            "/": pages.of(lambda query: _page(page.front(node, query))),
-            "/page.css": lambda _: (200, "text/css; charset=utf-8", css),
-            "/page.js": lambda _: (200, "text/javascript; charset=utf-8", script),
-            "/metrics": metrics.of(lambda _: (200, CONTENT_TYPE_LATEST, collector.text())),
-            "/healthz": lambda _: _probe(node.why_not_healthy()),
-            "/readyz": lambda _: _probe(node.why_not_healthy() or node.why_not_ready()),
-            "/statusz": pages.of(lambda _: _json(overview(node))),
-            "/statusz/engines": pages.of(_listed(node, introspection.engines, ipb.ListEnginesRequest)),
-            "/statusz/requests": pages.of(_listed(node, introspection.requests, ipb.ListRequestsRequest)),
-            "/statusz/reads": pages.of(_listed(node, introspection.transfers, ipb.ListTransfersRequest)),
-            "/statusz/last-reads": pages.of(lambda _: _json({"reads": last_reads(node)})),
-        }
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         code, content_type, body = await self._answered(request)

@@ -1,4 +1,4 @@
-"""Listeners: the TCP port and the UNIX socket of a node server, the gRPC servers on them, and the checks before.
+"""Listeners: the TCP port and the UNIX socket of a node server, and the gRPC servers on them.
 
 gRPC silently takes a UNIX socket's path from a running server, and fails on the file that a killed server left. So a
 path belongs to the process that holds the lock on ``<path>.lock``: a second server is refused, and a socket whose lock
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import ipaddress
 import logging
 import os
 import socket
@@ -22,9 +21,8 @@ from typing import Any
 
 import grpc
 
-from kvferry._wire.channel import MAX_SOCKET_PATH, Address, parse_address
-from kvferry.errors import InvalidField, KvferryError
-from kvferry_server.node.config import NodeConfig
+from kvferry._wire.channel import MAX_SOCKET_PATH, Address
+from kvferry.errors import KvferryError
 from kvferry_server.node.grpc_server import Server
 
 logger = logging.getLogger(__name__)
@@ -216,62 +214,3 @@ def _forget_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all)
-
-
-def check_exposure(config: NodeConfig) -> None:
-    """Raise `InvalidField` if the TCP address is not on loopback, so that every host can connect, and neither mTLS nor
-    the setting `insecure` or `anonymous_tls` allows that."""
-    address, tls = config.listen_address, config.tls
-    if address is None or config.insecure or is_on_loopback(address):
-        return
-    if tls is not None:
-        if tls.ca is not None or config.anonymous_tls:
-            return
-        raise InvalidField(
-            "tls_ca",
-            None,
-            f"a file (--tls-ca): without it, {address} is encrypted but serves everyone who can connect. If only "
-            "engines can reach it, allow that with --anonymous-tls",
-        )
-    raise InvalidField(
-        "listen",
-        str(address),
-        "an address on loopback, or TLS (--tls-cert, --tls-key, --tls-ca): otherwise everyone who can connect could "
-        "read and end every request. If only engines can reach this network, allow that with --insecure",
-    )
-
-
-def advertised(wanted: str, listening: Address | None, unix: Address | None) -> str:
-    """Return the address to put into references; raises `InvalidField` if other hosts could not connect to it.
-
-    `wanted` is ``host:port``, ``host`` (the real port is added), or empty: the reserved TCP address `listening`, else
-    the socket `unix`.
-    """
-    if wanted:
-        # A host without a port, perhaps an IPv6 address in brackets, gets the port of the listener.
-        has_port = ":" in wanted and not wanted.endswith("]")
-        address = parse_address(wanted if has_port else f"{wanted}:0", "advertise")
-        port = address.port or (listening.port if listening is not None else 0)
-        if not address.is_unix and port == 0:
-            raise InvalidField("advertise", wanted, "host:port, because this server listens on no TCP port")
-        return str(Address(address.path, address.host, port))
-    if listening is not None:
-        wildcard = False
-        with contextlib.suppress(ValueError):
-            wildcard = ipaddress.ip_address(listening.host).is_unspecified
-        if wildcard:
-            raise InvalidField(
-                "advertise", "", f"the host at which other nodes reach this one: they cannot connect to {listening}"
-            )
-        return str(listening)
-    # `NodeConfig` refuses settings with neither.
-    return str(unix)
-
-
-def is_on_loopback(address: Address) -> bool:
-    """Whether all addresses of the host are loopback; False for a name that does not resolve."""
-    try:
-        found = socket.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    return bool(found) and all(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_loopback for entry in found)

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,11 @@ from typing import Any
 from pydantic import ByteSize, ValidationError
 
 from kvferry._directory.file import parse_toml
-from kvferry._wire.channel import Address, read_tls
+from kvferry._wire.channel import read_tls
 from kvferry.errors import InvalidField, KvferryError
 from kvferry_server.node.certificates import check_in_time, validity
 from kvferry_server.node.config import ENV_PREFIX, GROUPS, NodeConfig, shown
 from kvferry_server.node.limits import WORKING_MEMORY
-from kvferry_server.node.listen import advertised, check_exposure
 from kvferry_server.node.memory import memory_limit
 from kvferry_server.node.policy_file import read_policy
 
@@ -161,25 +160,20 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def file_problems(loaded: Loaded) -> list[str]:
-    """Return a line for each unusable file, and for addresses with which kvferryd would not start: the setting, its
-    value and origin, and the expected value."""
+    """Return a line for each unusable file: the setting, its value and origin, and the expected value."""
     config = loaded.config
-    tls, policy, unix = config.tls, config.policy, config.unix_path
+    tls, policy = config.tls, config.policy
     problems: list[InvalidField] = []
-
-    def check(what: Callable[[], object]) -> None:
-        try:
-            what()
-        except InvalidField as error:
-            problems.append(error)
-
-    if tls is not None:
-        check(lambda: check_in_time(tls, validity(read_tls(tls), tls), time.time()))
-    if policy is not None:
-        check(lambda: read_policy(policy))
-    check(lambda: check_exposure(config))
-    bound = None if unix is None else Address(path=str(unix))
-    check(lambda: advertised(config.advertise, config.listen_address, bound))
+    try:
+        if tls is not None:
+            check_in_time(tls, validity(read_tls(tls), tls), time.time())
+    except InvalidField as error:
+        problems.append(error)
+    try:
+        if policy is not None:
+            read_policy(policy)
+    except InvalidField as error:
+        problems.append(error)
     return [
         f"{error.values['field']} is {error.values['value']} (from {loaded.origins[error.values['field']]}): "
         f"expected {error.values['expected']}"

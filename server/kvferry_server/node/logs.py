@@ -85,10 +85,10 @@ def _json_lines() -> logging.Formatter:
 
 
 class NativeLog:
-    """The log of native code, until `close`. Meanwhile `sys.stderr` is a new file for the real stderr. To be made
-    before there are threads, and before gRPC's first use: it sets GRPC_VERBOSITY, unless the environment has it."""
+    """The log of native code, until `close`; with `verbose` also of gRPC's INFO lines. Meanwhile `sys.stderr` is a new
+    file for the real stderr. To be made before there are threads, and before gRPC's first use."""
 
-    def __init__(self, level: str, form: str) -> None:
+    def __init__(self, level: str, form: str, *, verbose: bool) -> None:
         # The other process counts, in memory that both have.
         self._counts = memoryview(mmap.mmap(-1, 8 * len(ALL_REASONS))).cast("Q")
         if sys.stderr is None:
@@ -103,8 +103,7 @@ class NativeLog:
         # To the real stderr: a container ends with its first process, so no second process could write the rest.
         faulthandler.enable(sys.stderr)
         set_up_logging(level, form)
-        # Whoever sets it asks for gRPC's other lines, too. Below INFO gRPC does not log failed handshakes.
-        verbose = "GRPC_VERBOSITY" in os.environ
+        # gRPC may also read it at its first use. Set any earlier, gRPC would warn about it outside the log.
         os.environ.setdefault("GRPC_VERBOSITY", "INFO")
         lines, writing = os.pipe()
         self._ended, ending = os.pipe()

@@ -58,6 +58,10 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command with these arguments. Returns the exit code."""
+    # gRPC may read the variable as soon as it is imported, and below INFO it does not log failed handshakes.
+    verbose = os.environ.get("GRPC_VERBOSITY", "").upper() in ("INFO", "DEBUG")
+    if not verbose:
+        os.environ.pop("GRPC_VERBOSITY", None)
     # Imported here, so that `main` can say which package of the extra is missing.
     from kvferry_server.node import loading
     from kvferry_server.node.logs import NativeLog
@@ -88,7 +92,7 @@ def run(arguments: Sequence[str]) -> int:
         problems = loading.file_problems(loaded) + little_memory
         _refuse((*problems, *unread))
         return 2 if problems else 0
-    native = NativeLog(loaded.config.log_level, loaded.config.log_format)
+    native = NativeLog(loaded.config.log_level, loaded.config.log_format, verbose=verbose)
     try:
         return _run(loaded, native, (*unread, *little_memory))
     finally:

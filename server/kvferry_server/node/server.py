@@ -32,19 +32,11 @@ from kvferry_server.domain.roles import Policy
 from kvferry_server.domain.times import BOOT
 from kvferry_server.home.home import Home
 from kvferry_server.node.certificates import Certificates
-from kvferry_server.node.config import NodeConfig
+from kvferry_server.node.config import NodeConfig, advertised, is_on_loopback
 from kvferry_server.node.connections import ConnectionLimiter, connections_each, count_connections, file_limit
 from kvferry_server.node.guard import Guard
 from kvferry_server.node.limits import DRAIN_STREAMS, LEASE_POLL
-from kvferry_server.node.listen import (
-    CannotListen,
-    Listener,
-    TcpListener,
-    UnixListener,
-    advertised,
-    check_exposure,
-    is_on_loopback,
-)
+from kvferry_server.node.listen import CannotListen, Listener, TcpListener, UnixListener
 from kvferry_server.node.listings import Listings
 from kvferry_server.node.memory import give_back, memory_limit
 from kvferry_server.node.policy_file import read_policy
@@ -129,19 +121,18 @@ class NodeServer:
             content=certificates.content if certificates is not None else None,
             events=self.home.journal.events,
         )
-        driver = self._driver = self._begin(self.home.run(), "home")
+        self._driver = self._begin(self.home.run(), "home")
         freeing = give_back(
             lambda: sum(guard.requests.worked_on for guard in self._guards), lambda: self.home.memory.used
         )
         self._begin(freeing, "memory")
-        settings = {name: getattr(config, name) for name in ("drain", "max_calls", "max_streams")}
+        limits = {"max_calls": config.max_calls, "max_streams": config.max_streams, "max_connections": connections}
         state = NodeState(
             self.home,
             relays,
-            home_runs=lambda: not driver.done(),
             certificates=certificates,
             failed_handshakes=self._failed_handshakes,
-            settings={**asdict(config.times), **settings, "max_connections": connections},
+            settings={**asdict(config.times), "drain": config.drain, **limits},
             addresses=self.addresses,
             memory_limit=memory_limit(),
             calls=CallCounts(self.home.journal.events),
@@ -153,7 +144,7 @@ class NodeServer:
         for listener in self._listeners:
             if not listener.address.is_unix:
                 self._begin(ConnectionLimiter(listener.address.port, connections).run(), "connections")
-            await self._serve(listener, relays, state, connections)
+            await self._serve(listener, relays, state, limits)
         if config.directory:
             checked_home(self.advertise)
             directory = open_directory(config.directory)
@@ -245,7 +236,6 @@ class NodeServer:
     def _listen(self) -> int:
         """Take the addresses. Returns how many connections each of them may have."""
         config, path, address = self._config, self._config.unix_path, self._config.listen_address
-        check_exposure(config)
         if config.tls is not None:
             self._certificates = Certificates(config.tls)
         connections = connections_each(config.max_connections, (path is not None) + (address is not None), file_limit())
@@ -269,15 +259,7 @@ class NodeServer:
         # Imported here, because a node server without this listener needs none of its packages.
         from kvferry_server.admin.service import AdminService
 
-        local = is_on_loopback(address)
-        if not local and not self._config.admin_insecure:
-            raise InvalidField(
-                "admin",
-                str(address),
-                "an address on loopback: whoever can connect sees the names of engines, requests and hosts. If that is "
-                "meant, allow it with --admin-insecure",
-            )
-        self._admin = AdminService(state, address, local=local)
+        self._admin = AdminService(state, address, local=is_on_loopback(address))
         self._begin(state.measure_connections(), "connections-count")
         try:
             await self._admin.start()
@@ -288,12 +270,11 @@ class NodeServer:
         else:
             self.admin = str(self._admin.address)
 
-    async def _serve(self, listener: Listener, relays: Relays, state: NodeState, connections: int) -> None:
+    async def _serve(self, listener: Listener, relays: Relays, state: NodeState, limits: Mapping[str, int]) -> None:
         config, on_unix = self._config, listener.address.is_unix
         mutual = not on_unix and config.tls_ca is not None
         access = TRUSTED if on_unix else Access(lambda: self._policy) if mutual else UNKNOWN_CALLERS
         names = nobody if on_unix or config.tls is None else names_of
-        limits = {name: getattr(config, name) for name in ("max_calls", "max_streams", "max_connections")}
         requests = Requests(self._worker, self.home.time_slices)
         traced = untraced if self._tracing is None else self._tracing.traced
         guard = Guard(config.max_calls, config.max_streams, access, requests, state.calls, traced)
@@ -307,4 +288,4 @@ class NodeServer:
         self._guards.append(guard)
         listener.server.offer(guard, add_services)
         await listener.server.start()
-        state.listeners.append(ShownListener(listener.address, guard.budgets, connections))
+        state.listeners.append(ShownListener(listener.address, guard.budgets, limits["max_connections"]))

@@ -9,14 +9,16 @@ import socket
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import cast
 
 import pytest
 from aiohttp import web
 
 from kvferry._wire.channel import Address
 from kvferry_server.admin import page, service
+from kvferry_server.admin.node_state import NodeState
 from kvferry_server.admin.page import Html
-from kvferry_server.admin.service import MAX_CONNECTIONS, AdminListener
+from kvferry_server.admin.service import MAX_CONNECTIONS, AdminService
 from kvferry_server.node.loading import configure
 from kvferry_server.node.server import NodeServer
 from tests.server.admin.conftest import Watched
@@ -94,10 +96,11 @@ async def test_oldest_connection_ends_when_there_are_too_many(monkeypatch: pytes
     monkeypatch.setattr(service, "CONNECTION_SECONDS", 3600)
     monkeypatch.setattr(service, "MAX_CONNECTIONS", 4)
 
-    async def answer(_: web.BaseRequest) -> web.StreamResponse:
+    async def answer(*_: object) -> web.StreamResponse:
         return web.Response(text="here")
 
-    served = AdminListener(Address(host="127.0.0.1", port=0), answer)
+    monkeypatch.setattr(AdminService, "_answer", answer)
+    served = AdminService(cast(NodeState, None), Address(host="127.0.0.1", port=0), local=True)
     await served.start()
     try:
         opened = [await asyncio.open_connection(served.address.host, served.address.port) for _ in range(5)]
@@ -116,11 +119,12 @@ async def test_connection_lasts_for_a_bounded_time(monkeypatch: pytest.MonkeyPat
     """Also if the client sends nothing, or never ends its request."""
     monkeypatch.setattr(service, "CONNECTION_SECONDS", 0.2)
 
-    async def answer(_: web.BaseRequest) -> web.StreamResponse:
+    async def answer(*_: object) -> web.StreamResponse:
         await asyncio.Event().wait()
         return web.Response()
 
-    served = AdminListener(Address(host="127.0.0.1", port=0), answer)
+    monkeypatch.setattr(AdminService, "_answer", answer)
+    served = AdminService(cast(NodeState, None), Address(host="127.0.0.1", port=0), local=True)
     await served.start()
     try:
         for said in (b"", b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"):

@@ -15,8 +15,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from kvferry._wire.channel import Address, connect, parse_address
 from kvferry.errors import InvalidField
-from kvferry_server.node.config import NodeConfig
-from kvferry_server.node.listen import advertised
+from kvferry_server.node.config import NodeConfig, advertised
 from kvferry_server.node.main import run
 from tests.support.node_servers import Kvferryd, refused, serves
 

@@ -112,7 +112,7 @@ def test_server_that_cannot_start_reports_it_in_the_format_of_the_log(tmp_path: 
 CRASH = """
 import ctypes, sys
 from kvferry_server.node.logs import NativeLog
-native = NativeLog("info", "text")
+native = NativeLog("info", "text", verbose=False)
 how, words = sys.argv[1], b"Check failed: last words\\n"
 if how == "fatal":
     ctypes.pythonapi.Py_FatalError(words)
@@ -140,6 +140,12 @@ def test_kvferryd_serves_without_stderr(tmp_path: Path) -> None:
         finally:
             process.terminate()
     assert process.returncode == 0
+
+
+def test_failed_handshakes_are_counted_at_any_verbosity(ours: Authority) -> None:
+    with mutual(ours, GRPC_VERBOSITY="ERROR") as server:
+        scan(server)
+        counted(server, 1, "not_tls")
 
 
 def test_embedded_server_leaves_stderr_and_grpcs_settings_to_its_process() -> None:
