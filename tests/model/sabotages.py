@@ -28,7 +28,6 @@ from kvferry_server.domain.values import (
     LeaseState,
     Names,
     RankReport,
-    ReportAnswer,
     RevokeReason,
     RouterKey,
     Verdict,
@@ -573,11 +572,11 @@ def _evict(self: registry.Registry, engine: Engine, now: float) -> None:
 def released_publications_are_validated(patch: pytest.MonkeyPatch) -> None:
     validate = lessor.Lessor.validate
 
-    def found(self: lessor.Lessor, request: LeaseRequest, digest: bytes, reports: Iterable[RankReport]) -> ReportAnswer:
+    def found(self: lessor.Lessor, request: LeaseRequest, digest: bytes, reports: Iterable[RankReport]) -> pb.ReadEnded:
         try:
             return validate(self, request, digest, reports)
         except (PublicationReleased, PublicationStale):
-            return ReportAnswer(Verdict.VALID)
+            return pb.ReadEnded(verdict=pb.VERDICT_VALID)
 
     patch.setattr(lessor.Lessor, "validate", found)
 

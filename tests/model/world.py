@@ -276,8 +276,8 @@ class World:
         if host is None:
             return
         living = {engine.ref for engine in host.home.engines.all_engines() if not engine.dead}
-        for source, engine in host.home.records.engines.items():
-            for waiting in engine.router_keys.who_waits():
+        for source in host.home.records.engines:
+            for waiting in host.home.records.waiting(source):
                 if not living & set(waiting.sources):
                     raise Violation(f"R5: a read of {source} waits for a source that is gone")
 

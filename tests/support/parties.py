@@ -31,7 +31,6 @@ from kvferry_server.domain.values import (
     RankOutcome,
     RankReport,
     ReadKey,
-    ReportAnswer,
 )
 
 SECRETS: dict[EngineRef, bytes] = {}
@@ -168,7 +167,7 @@ class Scene:
     def grant(self, number: int = 1, reader: EngineRef = D, name: str = "read", **changes: Any) -> Lease:
         return self.lessor.grant(ask(number, reader, name, P, **changes))
 
-    def report(self, lease: Lease, *ranks: int, outcome: RankOutcome = RankOutcome.DONE) -> ReportAnswer:
+    def report(self, lease: Lease, *ranks: int, outcome: RankOutcome = RankOutcome.DONE) -> pb.ReadEnded:
         return self.lessor.report(lease.lease_id, lease.request.read.reader, done(*ranks, outcome=outcome))
 
     def renew(self, lease: Lease) -> float:

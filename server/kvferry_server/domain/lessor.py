@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import BadReference, LeaseEnded, PublicationAborted, ServerDraining
+from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.limits import check_budget, check_limit
 from kvferry_server.domain.publications import (
@@ -29,7 +30,6 @@ from kvferry_server.domain.values import (
     RankOutcome,
     RankReport,
     ReadKey,
-    ReportAnswer,
     RevokeReason,
     Verdict,
 )
@@ -114,7 +114,7 @@ class Lessor:
 
     def report(
         self, lease_id: bytes, reader: EngineRef, reports: Iterable[RankReport], names: Names = NOBODY
-    ) -> ReportAnswer:
+    ) -> pb.ReadEnded:
         """Take reports of ranks whose transfers ended, and return the verdict. A replay gets the same answer.
 
         A lease without a record has EXPIRED, unless this home has just started and may have granted it before. The
@@ -124,7 +124,7 @@ class Lessor:
         if lease is None:
             verdict = Verdict.EXPIRED if now >= self._records.knows_all_leases_from else Verdict.UNKNOWN
             self._records.journal.reported(verdict, reader, None)
-            return ReportAnswer(verdict)
+            return pb.ReadEnded(verdict=pb.Verdict.ValueType(verdict))
         if lease.live:
             # One rank reads no more than all ranks of the source hold, whatever the reader reports.
             most = self._records.of_engine(lease.publication.source).bytes_of(lease.publication)
@@ -134,9 +134,10 @@ class Lessor:
         if lease.live and lease.complete:
             done = all(report.outcome is RankOutcome.DONE for report in lease.reports.values())
             self._records.end_lease(lease, LeaseState.VALID if done else LeaseState.FAILED, now)
-        return ReportAnswer(verdict, len(lease.reports), lease.complete)
+        verdict_value = pb.Verdict.ValueType(verdict)
+        return pb.ReadEnded(verdict=verdict_value, reported=len(lease.reports), complete=lease.complete)
 
-    def validate(self, request: LeaseRequest, digest: bytes, reports: Iterable[RankReport]) -> ReportAnswer:
+    def validate(self, request: LeaseRequest, digest: bytes, reports: Iterable[RankReport]) -> pb.ReadEnded:
         """Take the end of a read without a lease, whose blocks come from the hint with this digest, and return the
         verdict (PROTOCOL, Optimistic reads). The read counts like one that was granted and has ended now. A replay gets
         the same answer. Raises `BadReference` if the publication has another hint or none, `PublicationAborted` if it

@@ -23,8 +23,8 @@ from kvferry_server.domain.router_keys import Question, QuestionOutcome, RouterK
 from kvferry_server.domain.times import NEVER, Clock, DeadlineQueue, Times
 from kvferry_server.domain.values import EngineRef, LeaseState, ReadKey, RevokeReason
 
-Changed: TypeAlias = PublicationRecord | WaitingRead | Feed
-"""A publication, a read under a router's key, or a feed, whose waiting calls must look for news again."""
+Changed: TypeAlias = PublicationRecord | str | Feed
+"""A publication, the name of a router's key, or a feed, whose waiting calls must look for news again."""
 
 
 class Records:
@@ -211,10 +211,10 @@ class Records:
             engine.scheduler.push(event)
             self.wake(engine.scheduler)
 
-    def wake_waiting(self, engine: Engine, name: str | None = None) -> None:
-        """Let the reads that wait for this router key (None: for any of the engine's) look again."""
-        for waiting in engine.router_keys.who_waits(name):
-            self.wake(waiting)
+    def waiting(self, source: EngineRef) -> list[WaitingRead]:
+        """Return the reads that wait for publications of this engine under routers' keys. Looks at all reads."""
+        reads = itertools.chain.from_iterable(listed.values() for listed in self.reads_by_source.values())
+        return [read for read in reads if isinstance(read, WaitingRead) and source in read.sources]
 
     # Ending.
 
@@ -245,7 +245,7 @@ class Records:
         engine.router_keys.end_question(question, outcome, why, now)
         self.journal.question_ended(question, outcome, now)
         self.tell(engine, pb.QuestionEnded(number=question.number))
-        self.wake_waiting(engine, question.ask.router_key.name)
+        self.wake(question.ask.router_key.name)
 
     def end_questions(self, engine: Engine) -> None:
         """End all open questions to an engine, which cannot answer any more."""
@@ -257,7 +257,8 @@ class Records:
         # First: the record of an engine that is gone ends with its last publication, which may be due now.
         self.end_questions(engine)
         now = self.advance()
-        self.wake_waiting(engine)
+        for read in self.waiting(engine.ref):
+            self.wake(read.router_key.name)
         for publication in list(engine.publications.values()):
             self.abort(publication, reason, now)
             unasked = publication.stage is PublicationStage.AWAITED and not publication.leases

@@ -23,7 +23,7 @@ from __future__ import annotations
 import enum
 import hmac
 import math
-from collections.abc import Collection, Hashable
+from collections.abc import Hashable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -139,7 +139,6 @@ class RouterKeys:
     """
 
     def __init__(self, source: EngineRef, memory: MemoryBudget, declines: Budget) -> None:
-        self.waiting: dict[str, set[WaitingRead]] = {}  # By router_key
         # The open ones, and for `ENDED_KEPT` seconds those that ended without a publication, for readers who come a
         # little later.
         self.questions: dict[RouterKey, Question] = {}
@@ -223,24 +222,8 @@ class RouterKeys:
         self._declines.take(holder)
         self._declined[key] = _Declined(until, holder, not_published)
 
-    def begin(self, waiting: WaitingRead) -> None:
-        self.waiting.setdefault(waiting.router_key.name, set()).add(waiting)
-
-    def end(self, waiting: WaitingRead) -> None:
-        """Remove a read that has stopped waiting. Idempotent."""
-        name = waiting.router_key.name
-        others = self.waiting.get(name, set())
-        others.discard(waiting)
-        if not others:
-            self.waiting.pop(name, None)
-
-    def who_waits(self, name: str | None = None) -> Collection[WaitingRead]:
-        """Return the reads that wait for this name; None: for any."""
-        found = self.waiting.values() if name is None else [self.waiting.get(name, set())]
-        return tuple(waiting for each in found for waiting in each)
-
     def close(self) -> None:
-        """Forget everything but the waiting reads: the engine is gone."""
+        """Forget everything: the engine is gone."""
         self._drop_old(math.inf)
         for question in tuple(self.questions.values()):
             self.forget_question(question)

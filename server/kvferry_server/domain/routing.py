@@ -68,16 +68,14 @@ class Routing:
         return replace(asked, read=read, key=self._records.key(publication), routed=None)
 
     def wait(self, sources: Sequence[EngineRef], wanted: RouterKey, asked: LeaseRequest) -> WaitingRead:
-        """Note that a read waits, until `end_wait`: `Records.wake` says when it must look again. Raises
-        `LimitReached` if too many reads of this caller wait for publications."""
+        """Note that a read waits, until `end_wait`. `Records.wake` says when those of the key's name must look again.
+        Raises `LimitReached` if too many reads of this caller wait for publications."""
         now = self._records.advance()
         check_budget("router_keys", self._waits, asked.holder, self._times.ttl)
         waiting = WaitingRead(next(self._records.read_numbers), tuple(sources), wanted, asked, now)
         self._records.journal.waiting += 1
         self._waits.take(asked.holder)
         self._records.list_read(sources[0], waiting)
-        for source in sources:
-            self._records.engines[source].router_keys.begin(waiting)
         return waiting
 
     def end_wait(self, waiting: WaitingRead) -> None:
@@ -85,10 +83,6 @@ class Routing:
         self._records.journal.waiting -= 1
         self._waits.give(waiting.request.holder)
         self._records.unlist_read(waiting.sources[0], waiting.number)
-        for source in waiting.sources:
-            engine = self._records.engines.get(source)
-            if engine is not None:
-                engine.router_keys.end(waiting)
 
     def ask(self, source: EngineRef, ask: Ask) -> None:
         """Ask a source for the beginning of a prompt. Idempotent by router key: a question that is open, or was
@@ -155,14 +149,14 @@ class Routing:
                 ended = QuestionOutcome.UNANSWERED if not_published else QuestionOutcome.WITHDRAWN
                 self._records.end_question(question, ended)
                 return True
-            known = known or any(read.router_key == wanted for read in engine.router_keys.who_waits(wanted.name))
+            known = known or any(read.router_key == wanted for read in self._records.waiting(source))
             not_here.append(engine)
         if not known:
             return False
         for engine in not_here:
             until = now + self._times.max_wait
             engine.router_keys.decline(wanted, holder, now, until, not_published=not_published)
-            self._records.wake_waiting(engine, wanted.name)
+            self._records.wake(wanted.name)
         return True
 
 

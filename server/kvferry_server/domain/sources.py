@@ -195,7 +195,7 @@ class Sources:
         if declined:
             engine.declined.add(publication)
         if step.router_key is not None:
-            self._records.wake_waiting(engine, step.router_key.name)
+            self._records.wake(step.router_key.name)
 
     def _append(self, engine: Engine, publication: PublicationRecord, step: PublicationStep, now: float) -> None:
         publication.add(step)

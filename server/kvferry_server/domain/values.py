@@ -132,12 +132,3 @@ class LeaseRequest:
     def size(self) -> int:
         """Estimated bytes of its lease in memory, with the reports of all participants: a report always has room."""
         return LEASE_BYTES + REPORT_BYTES * self.parties
-
-
-@dataclass(frozen=True, slots=True)
-class ReportAnswer:
-    """The answer to reports: the verdict, the number of distinct ranks that have reported, and whether all have."""
-
-    verdict: Verdict
-    reported: int = 0
-    complete: bool = False

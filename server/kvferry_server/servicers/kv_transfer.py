@@ -218,7 +218,7 @@ async def _found(home: Home, request: LeaseRequest, waits_until: float, wait: fl
         unless_all_refuse(engines, Engine.check_readable)
         waiting = home.routing.wait(sources, wanted, request)
     try:
-        with home.wakeups.watching(waiting) as waker:
+        with home.wakeups.watching(wanted.name) as waker:
             while True:
                 with home.turn():
                     found = home.routing.find(_living(home, sources), wanted)

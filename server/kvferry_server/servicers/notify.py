@@ -11,7 +11,7 @@ from kvferry._wire.status import NOTIFICATION_ERROR_BYTES, to_notification_error
 from kvferry._wire.version import OURS_ENCODED
 from kvferry.errors import EngineUnknown, HomeRecovering, InvalidField, KvferryError, NotAllowed
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.values import EngineRef, ReportAnswer, RouterReference
+from kvferry_server.domain.values import EngineRef, RouterReference
 from kvferry_server.home.home import Home
 from kvferry_server.home.time_slices import TimeSlice
 from kvferry_server.servicers import checks, decode
@@ -157,7 +157,7 @@ def _from_reader(
         lease_id = checks.random_bytes("read_done.lease_id", notification.read_done.lease_id)
         reports = decode.reports(notification.read_done, home.limits.ranks)
         with home.turn():
-            return _read_ended(home.lessor.report(lease_id, sender, reports, names))
+            return pb.NotificationResult(read_ended=home.lessor.report(lease_id, sender, reports, names))
     if kind == "validate":
         validate = notification.validate
         request, digest = decode.hinted_read(validate, sender, home.limits.ranks, names, caller.host)
@@ -168,7 +168,7 @@ def _from_reader(
             home.check_not_draining()
         with home.turn():
             home.engines.find_live(source.engine_id, source.incarnation)
-            return _read_ended(home.lessor.validate(request, digest, reports))
+            return pb.NotificationResult(read_ended=home.lessor.validate(request, digest, reports))
     if kind == "ask":
         return _ask(home, sender, caller, notification.ask)
     lease_id = checks.random_bytes("cancel.lease_id", notification.cancel.lease_id)
@@ -196,13 +196,6 @@ def _ask(home: Home, sender: EngineRef, caller: Caller, message: pb.Ask) -> pb.N
             home.lessor.check_reference(source, 0, engine.key)
         home.routing.ask(source, ask)
     return _done()
-
-
-def _read_ended(answer: ReportAnswer) -> pb.NotificationResult:
-    verdict = pb.Verdict.ValueType(answer.verdict)
-    return pb.NotificationResult(
-        read_ended=pb.ReadEnded(verdict=verdict, reported=answer.reported, complete=answer.complete)
-    )
 
 
 def _decline(home: Home, relays: Relays, decline: pb.Decline, holder: Hashable) -> pb.NotificationResult | str:

@@ -7,10 +7,12 @@ fast. It serves hosts in rotation, so that a host that asks for much delays only
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from kvferry.errors import LimitReached
 from kvferry_server.home.time_slices import Rotation
 
 Result = TypeVar("Result")
@@ -26,20 +28,21 @@ class Worker:
 
     async def run(self, host: str, call: Callable[[], Result]) -> Result:
         """Run a call, which must not touch the home, on the thread and return its result. Calls of one host run in
-        order; a call that is cancelled while it waits is not run."""
+        order; one that is cancelled while it waits is not run. Raises `LimitReached` if the system refuses a thread."""
         if self._busy:
             await self._waiting.wait(host)
         self._busy, executor = True, ThreadPoolExecutor(1, "kvferry-worker")
         try:
-            running = executor.submit(call)
-        except RuntimeError:  # The system refuses a thread.
+            running = asyncio.wrap_future(executor.submit(call))
+        except RuntimeError as error:
             self._pass_on()
-            raise
+            threads = threading.active_count()
+            raise LimitReached(f"the worker: {error}", retry_after=0.25, limit="threads", value=threads) from None
         executor.shutdown(wait=False)  # The thread ends with the call.
-        self._last, loop = executor, asyncio.get_running_loop()
+        self._last = executor
+        running.add_done_callback(lambda _: self._pass_on())
         # A caller that leaves does not end the call, and the next call waits for its end: so there is one thread.
-        running.add_done_callback(lambda _: loop.call_soon_threadsafe(self._pass_on))
-        return await asyncio.wrap_future(running)
+        return await asyncio.shield(running)
 
     def join(self) -> None:
         if self._last is not None:

@@ -229,7 +229,7 @@ def test_lease_has_the_memory_of_all_its_reports_from_the_start() -> None:
     scene.publish(1)
     flood(lambda number: leases.append(scene.grant(1, name=str(number), parties=4096)))
     for lease in leases:
-        assert scene.report(lease, *range(4095)).verdict is Verdict.VALID
+        assert scene.report(lease, *range(4095)).verdict == Verdict.VALID
     assert scene.records.memory.used <= 4 << 20
 
 
@@ -413,7 +413,7 @@ def test_overdue_leases_and_publications_end_before_a_grant() -> None:
     scene.clock.pass_by(TIMES.final)
     with pytest.raises(KvferryError):
         scene.grant(1, name="late")
-    assert scene.report(lease, 0).verdict is not Verdict.VALID
+    assert scene.report(lease, 0).verdict != Verdict.VALID
     # The hold was over before the final deadline.
     assert publication.outcome is ReleaseOutcome.UNREAD
     assert scene.told() == [(1, ReleaseOutcome.UNREAD)]

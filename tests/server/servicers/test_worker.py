@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 
+from kvferry.errors import LimitReached
 from kvferry_server.servicers.worker import Worker
 
 WITHIN = 10.0
@@ -76,8 +77,9 @@ async def test_thread_that_the_system_refuses_fails_that_call_only(
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError):
+        with pytest.raises(LimitReached) as caught:
             await worker.run("a", lambda: None)
+    assert caught.value.retryable
     assert await worker.run("a", lambda: 1) == 1
 
 
