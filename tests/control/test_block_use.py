@@ -129,14 +129,6 @@ class Model:
             self.use.name(arrays(ids), more_of, step)
             steps.append((step, ids))
 
-    def refuse(self) -> None:
-        if self.published:
-            number = self.turns.choice(list(self.published))
-            step, _ = self.published[number].pop(self.turns.randrange(len(self.published[number])))
-            if not self.published[number]:
-                del self.published[number]
-            self.use.refused(number, step)
-
     def release(self) -> None:
         if self.published:
             number = self.turns.choice(list(self.published))
@@ -147,9 +139,9 @@ class Model:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_block_is_granted_exactly_when_it_is_not_in_use(seed: int) -> None:
     model = Model(Random(seed))
-    actions = [model.begin, model.end, model.pin, model.refuse, model.release]
+    actions = [model.begin, model.end, model.pin, model.release]
     for _ in range(150):
-        model.turns.choices(actions, (4, 3, 4, 1, 1))[0]()
+        model.turns.choices(actions, (4, 3, 4, 2))[0]()
     for one in model.written:
         one.writes.end(one.key)
     for ids in model.pinned:

@@ -78,13 +78,6 @@ class BlockUse:
         with self.lock:
             self._count(ids, -1)
 
-    def refused(self, number: int, step: int) -> None:
-        with self.lock:
-            steps = self._pins.get(number, {})
-            self._count(steps.pop(step, {}), -1)
-            if not steps:
-                self._pins.pop(number, None)
-
     def released(self, numbers: Iterable[int]) -> None:
         with self.lock:
             for number in numbers:
