@@ -126,7 +126,7 @@ class Model:
                 more_of = self.numbers
             steps = self.published.setdefault(more_of, [])
             step = 1 + max((step for step, _ in steps), default=-1)
-            self.use.name(arrays(ids), more_of, step)
+            self.use.name(arrays(ids), more_of)
             steps.append((step, ids))
 
     def release(self) -> None:
@@ -163,7 +163,7 @@ def test_errors_name_the_user_of_a_block() -> None:
     use = BlockUse(GROUPS)
     for number, ids in ((5, arrays({"a": [1]})), (6, arrays({"b": [2], "full": [1]}))):
         use.pin(ids)
-        use.name(ids, number, 0)
+        use.name(ids, number)
     writes = use.writes()
     for group, block, number in (("b", 1, 5), ("a", 2, 6), ("full", 1, 6)):
         with pytest.raises(BadBlock, match=rf"destination block {block} .* publication {number} holds it"):

@@ -134,7 +134,7 @@ class HomeSession:
             if span.traceparent:
                 self._spans[publication.number] = span
             # Under the same lock: after a release in between, the blocks would stay in use for ever.
-            self.block_use.name(ids, publication.number, 0)
+            self.block_use.name(ids, publication.number)
             message = self._sender.put(publication, step, awaited=timeout is not None)
         self._sender.wait(message, timeout)
         return publication
@@ -151,7 +151,7 @@ class HomeSession:
                 follow(self._offers.unfinished(number), step)
                 self._offers.publish_more(number, step, given.prompt)
                 # Under the same lock: a release in between would leave these blocks in use for ever.
-                self.block_use.name(ids, number, step.step)
+                self.block_use.name(ids, number)
                 message = self._sender.put(given.publication, step, awaited=timeout is not None)
         except KvferryError:
             self.block_use.unpin(ids)
