@@ -95,7 +95,7 @@ class EngineSession(Closing):
                 ``publish_more(publication, blocks, last=True)``.
 
         Raises:
-            WrongState: the publication is complete, was withdrawn, or was released.
+            WrongState: the publication is complete, or was released.
             KvferryError: see `publish`.
         """
         timeout = arguments.seconds("timeout", given.timeout)

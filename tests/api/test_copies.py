@@ -166,10 +166,7 @@ def test_every_argument_of_the_ports_may_be_changed(pair: Pair, node: str) -> No
         row[:] = [40, 41]
         blocks.clear()
         tokens[:] = [0, 1]
-        local, wanted = grant.local_blocks(), [0, 32]
-        worker.start(grant, local, wanted)  # type: ignore[arg-type]
-        local.clear()
-        wanted[:] = [0, 1]
+        worker.start(grant)
         while not (ended := scheduler.finished().reads):
             scheduler.collect(worker.finished())
         assert (ended[0].error, ended[0].payload) == (None, b"payload")

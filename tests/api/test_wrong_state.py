@@ -65,8 +65,6 @@ def test_an_offer_is_not_a_grant(ports: Ports) -> None:
     assert offer.blocks()["full"].ids.tolist() == [1, 2]
     with pytest.raises(WrongState, match=re.escape("attach() it first")):
         ports.worker.start(offer)  # type: ignore[arg-type]
-    with pytest.raises(WrongState, match=re.escape("attach() it first")):
-        ports.worker.start(offer, {"full": Blocks([3, 4])})  # type: ignore[arg-type]
     grant = ports.scheduler.attach("mine", {"full": Blocks([3, 4])})
     assert type(grant) is Grant
     assert (grant.read_id, grant.local_blocks()["full"].ids.tolist()) == (offer.read_id, [3, 4])

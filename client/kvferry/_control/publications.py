@@ -295,10 +295,8 @@ class Offers:
 
     def _incomplete(self, number: int) -> _Held:
         held = self._held.get(number)
-        if held is None or held.abort is not None or held.steps[-1].last:
+        if held is None or held.steps[-1].last:
             state = "was released" if held is None else "is complete, since its last step was published"
-            if held is not None and held.abort is not None:
-                state = "was withdrawn"
             raise WrongState(
                 f"publication {number} {state}, and takes no more blocks: publish the request again",
                 publication=number,

@@ -141,7 +141,7 @@ class SchedulerPort(Closing):
                 last=True)``.
 
         Raises:
-            WrongState: the publication is complete, was withdrawn, or was released.
+            WrongState: the publication is complete, or was released.
             BadBlock, InvalidField, Closed: see `publish`.
         """
         self._publications.publish_more(given)
