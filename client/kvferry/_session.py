@@ -81,9 +81,8 @@ class EngineSession(Closing):
                 read; or another argument is out of range.
             MessageTooLarge: the blocks do not fit into one message; publish them in several steps. Nothing was
                 published.
-            Unavailable: the home could not be reached, and may or may not have the publication. The session tries to
-                abort the publication, and `released` returns it once; its blocks stay pinned until then.
-            KvferryError: the home refused the publication; nothing was published.
+            KvferryError: the home refused the publication, or could not be reached in time (`Unavailable`). The session
+                withdraws the publication, and `released` returns it once; its blocks stay pinned until then.
         """
         return self._session.publish(given, arguments.seconds("timeout", given.timeout))
 

@@ -253,8 +253,8 @@ class SourceStats:
     )
     released: Mapping[str, int] = counter(
         "kvferry_source_released",
-        "Released publications, as `ReleaseOutcome` names their ends; refused: the home has not accepted them.",
-        outcome=("read", "unread", "declined", "aborted", "final", "refused"),
+        "Released publications, as `ReleaseOutcome` names their ends.",
+        outcome=("read", "unread", "declined", "aborted", "final"),
     )
 
 

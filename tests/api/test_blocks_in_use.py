@@ -265,10 +265,10 @@ def test_a_release_while_more_is_published_leaves_no_block_in_use(pair: Pair, mo
     taking = threading.Thread(target=take)
     name = home_session_of(session).block_use.name
 
-    def named(ids: Mapping[str, BlockIds], number: int, step: int) -> None:
+    def named(ids: Mapping[str, BlockIds], number: int) -> None:
         taking.start()
         taking.join(1.0)
-        name(ids, number, step)
+        name(ids, number)
 
     monkeypatch.setattr(home_session_of(session).block_use, "name", named)
     home_session_of(session).publish_more(PublishMore(publication, ids(6), last=True))

@@ -57,7 +57,8 @@ def through_another_process(error: errors.KvferryError) -> errors.KvferryError:
     quiet = getattr(error, "quiet", True)
     retry_after, name = error.retry_after, type(error).__name__
     end = RankEnd("r", "q", False, quiet, 0, {}, name, error.message, dict(error.values), retry_after)
-    found: errors.KvferryError | None = pickle.loads(pickle.dumps(end)).error()
+    received: RankEnd = pickle.loads(pickle.dumps(end))
+    found = received.error()
     assert found is not None
     return found
 

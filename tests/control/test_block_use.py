@@ -126,16 +126,8 @@ class Model:
                 more_of = self.numbers
             steps = self.published.setdefault(more_of, [])
             step = 1 + max((step for step, _ in steps), default=-1)
-            self.use.name(arrays(ids), more_of, step)
+            self.use.name(arrays(ids), more_of)
             steps.append((step, ids))
-
-    def refuse(self) -> None:
-        if self.published:
-            number = self.turns.choice(list(self.published))
-            step, _ = self.published[number].pop(self.turns.randrange(len(self.published[number])))
-            if not self.published[number]:
-                del self.published[number]
-            self.use.refused(number, step)
 
     def release(self) -> None:
         if self.published:
@@ -147,9 +139,9 @@ class Model:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_block_is_granted_exactly_when_it_is_not_in_use(seed: int) -> None:
     model = Model(Random(seed))
-    actions = [model.begin, model.end, model.pin, model.refuse, model.release]
+    actions = [model.begin, model.end, model.pin, model.release]
     for _ in range(150):
-        model.turns.choices(actions, (4, 3, 4, 1, 1))[0]()
+        model.turns.choices(actions, (4, 3, 4, 2))[0]()
     for one in model.written:
         one.writes.end(one.key)
     for ids in model.pinned:
@@ -171,7 +163,7 @@ def test_errors_name_the_user_of_a_block() -> None:
     use = BlockUse(GROUPS)
     for number, ids in ((5, arrays({"a": [1]})), (6, arrays({"b": [2], "full": [1]}))):
         use.pin(ids)
-        use.name(ids, number, 0)
+        use.name(ids, number)
     writes = use.writes()
     for group, block, number in (("b", 1, 5), ("a", 2, 6), ("full", 1, 6)):
         with pytest.raises(BadBlock, match=rf"destination block {block} .* publication {number} holds it"):

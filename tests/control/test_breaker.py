@@ -54,17 +54,3 @@ def test_a_success_closes_the_breaker() -> None:
     assert breaker.failing_for(6.0) == 0.0
     failing(breaker, 1, 6.0)
     assert breaker.ask(6.0) == 0.0
-
-
-def test_a_peer_that_fails_for_long_is_overdue_once_until_it_answers_again() -> None:
-    breaker = Breaker(3, 1.0, 4.0)
-    assert not breaker.overdue(5.0, 1.0)
-    breaker.failed(5.0)
-    assert not breaker.overdue(5.9, 1.0)
-    assert breaker.overdue(6.0, 1.0)
-    assert not breaker.overdue(7.0, 1.0)
-    assert breaker.succeeded()
-    assert not breaker.succeeded()
-    assert not breaker.overdue(8.0, 1.0)
-    breaker.failed(8.0)
-    assert breaker.overdue(9.0, 1.0)

@@ -13,7 +13,7 @@ from kvferry import Blocks, Client, EngineSession, EngineSpec, Group, IntegrityO
 from kvferry._control.connection import Control
 from kvferry._control.publication_sender import Message
 from kvferry._loop import Loop
-from kvferry.errors import Closed, Unavailable
+from kvferry.errors import Closed
 from kvferry.testing import Fabric
 from tests.support.waiting import until
 
@@ -56,7 +56,7 @@ def test_who_waits_for_a_home_hears_that_the_client_has_ended() -> None:
         until(lambda: bool(session.unreleased()))
         client._loop.close()
         session.close()
-        assert isinstance(waits.exception(SOON), Unavailable)
+        assert isinstance(waits.exception(SOON), Closed)
 
 
 def test_calls_can_be_counted_while_others_begin() -> None:

@@ -317,20 +317,19 @@ def test_a_publish_waits_for_another_no_longer_than_its_timeout(tmp_path: Path) 
         session.close()
 
 
-def test_a_step_that_a_home_refuses_may_be_published_anew(tmp_path: Path) -> None:
-    """The caller that waits for the answer decides; the publication lives."""
+def test_a_step_that_a_home_refuses_ends_its_publication(tmp_path: Path) -> None:
     with scripted(tmp_path) as (server, control):
         server.watch = lambda _: iter([opened(), synced()])
         session = EngineSession(opened_session(control))
         publication = session.publish("request", {"full": Blocks([1])}, last=False)
         refused = pb.NotificationResult(error=to_notification_error(InvalidField("blocks", 2, "others")))
-        server.notify = lambda _: [refused]
+        server.notify = lambda request: [
+            refused if told.HasField("publish") else DONE for told in request.notifications
+        ]
         with pytest.raises(InvalidField):
-            session.publish_more(publication, {"full": Blocks([2], first_token=16)}, last=True)
-        server.notify = lambda request: [DONE for _ in request.notifications]
-        session.publish_more(publication, {"full": Blocks([2], first_token=16)}, last=True)
-        told = [each for request in server.notified for each in request.notifications]
-        assert [each.WhichOneof("kind") for each in told] == ["publish"] * 3
+            session.publish_more(publication, {"full": Blocks([2], first_token=16)}, last=False)
+        server.until(lambda: server.notified[-1].notifications[0].HasField("abort"))
+        # Until the home releases it.
         assert session.unreleased() == (publication,)
         session.close()
 

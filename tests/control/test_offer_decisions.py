@@ -6,16 +6,9 @@ import math
 
 import pytest
 
-from kvferry import Prompt
-from kvferry._control.publications import LOCAL_RELEASE_MARGIN, LOCAL_RELEASE_SHARE, Offers, leaves_open
+from kvferry._control.publications import LOCAL_RELEASE_MARGIN, LOCAL_RELEASE_SHARE, Offers
 from kvferry._wire.authority import incarnation_of, new_session_secret
 from kvferry.errors import (
-    EngineUnknown,
-    InternalError,
-    KvferryError,
-    LimitReached,
-    Unavailable,
-    Unreachable,
     WrongState,
 )
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -107,48 +100,3 @@ def test_each_publication_is_released_at_its_own_time_and_once(offers: Offers) -
     offers.released(pb.Released(publication=second, outcome=pb.RELEASE_OUTCOME_FINAL))
     assert released(offers, AFTER + 2) == [third]
     assert [held.number for held in offers.unreleased()] == [under_way]
-
-
-def test_the_end_of_a_refused_step_leaves_the_earlier_ones_published(offers: Offers) -> None:
-    number, refused = publish(offers, last=False), pb.Publish(last=True)
-    offers.publish_more(number, refused)
-    assert offers.refused(refused)
-    assert [held.number for held in offers.unreleased()] == [number]
-    assert [step.step for step in told(offers)] == [0]
-    # The same step may be told anew.
-    offers.publish_more(number, pb.Publish(last=True))
-    assert [step.step for step in told(offers)] == [0, 1]
-
-
-def test_a_refused_step_leaves_no_mark(offers: Offers) -> None:
-    number, prompt = publish(offers, last=False), Prompt(range(40))
-    kept, refused = (pb.Publish(groups=[pb.GroupBlocks(group="full", end_token=end)]) for end in (16, 32))
-    offers.publish_more(number, kept)
-    offers.publish_more(number, refused, prompt)
-    assert offers.refused(refused)
-    last = pb.Publish(last=True)
-    offers.publish_more(number, last)
-    assert [mark.end for mark in last.marks] == [16, 40]
-
-
-def test_a_step_of_a_publication_released_meanwhile_counts_as_taken(offers: Offers) -> None:
-    step = pb.Publish(request_id="r", last=True)
-    number = offers.publish("home:1", step).number
-    offers.released(pb.Released(publication=number, outcome=pb.RELEASE_OUTCOME_READ))
-    assert not offers.refused(step)
-
-
-@pytest.mark.parametrize(
-    ("error", "is_open"),
-    [
-        (Unreachable("gone", address="home:1"), True),
-        (InternalError("failed", error_id="1"), True),
-        (KvferryError("no answer came in time"), True),
-        # The home itself said that it did nothing.
-        (LimitReached("full", retry_after=1.0), False),
-        (Unavailable("draining"), not Unavailable.reason),
-        (EngineUnknown("who?"), False),
-    ],
-)
-def test_errors_that_leave_open_whether_a_home_took_a_step(error: KvferryError, *, is_open: bool) -> None:
-    assert leaves_open(error) is is_open

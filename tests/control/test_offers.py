@@ -6,8 +6,6 @@ import gc
 import math
 import time
 
-import pytest
-
 from kvferry._control.publications import Offers
 from kvferry._prompt import Prompt
 from kvferry._wire.authority import incarnation_of, new_session_secret, publication_key
@@ -15,23 +13,6 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 
 SECRET = new_session_secret()
 ENGINE = pb.EngineRef(engine_id="prefill", incarnation=incarnation_of(SECRET))
-
-
-@pytest.mark.parametrize("answered", [True, False])
-def test_a_refused_step_is_given_back_only_if_no_home_can_have_taken_it(answered: bool) -> None:
-    offers, step = Offers(ENGINE, SECRET), pb.Publish(request_id="r", last=True)
-    publication = offers.publish("home:1", step)
-    if not answered:
-        offers.unanswered(step)
-    assert offers.refused(step) is answered
-    assert (publication in offers.unreleased()) is not answered
-
-
-def test_a_step_sent_to_a_restarted_home_may_have_been_taken() -> None:
-    offers, step = Offers(ENGINE, SECRET), pb.Publish(request_id="r", last=True)
-    offers.publish("home:1", step)
-    offers.snapshot()
-    assert not offers.refused(step)
 
 
 def test_a_prompt_that_grows_with_each_token_is_marked_at_its_ends() -> None:
@@ -47,33 +28,6 @@ def test_a_prompt_that_grows_with_each_token_is_marked_at_its_ends() -> None:
     marks = [mark for step in steps for mark in step.marks]
     assert [mark.end for mark in marks] == [*range(50, 113), 250]
     assert marks[-1].digest == prompt.mark(publication_key(SECRET, number), 250)
-
-
-def test_the_prompt_of_a_refused_step_is_forgotten() -> None:
-    """The engine has lost what it generated, and publishes less, of other tokens."""
-    offers, prompt = Offers(ENGINE, SECRET), Prompt(range(50))
-    step = pb.Publish(request_id="r", groups=[pb.GroupBlocks(group="full", end_token=48)])
-    number = offers.publish("home:1", step, prompt=prompt).number
-    refused = pb.Publish(groups=[pb.GroupBlocks(group="full", first_token=48, end_token=60)], last=True)
-    offers.publish_more(number, refused, prompt.followed_by(range(10)))
-    assert [mark.end for mark in refused.marks] == [60]
-    assert offers.refused(refused)
-    last = pb.Publish(groups=[pb.GroupBlocks(group="full", first_token=48, end_token=52)], last=True)
-    other = prompt.followed_by([7, 8, 9])
-    offers.publish_more(number, last, other)
-    key = publication_key(SECRET, number)
-    assert {mark.end: mark.digest for mark in last.marks} == {end: other.mark(key, end) for end in (52, 53)}
-
-
-def test_blocks_of_a_refused_step_are_not_marked_again() -> None:
-    offers, prompt = Offers(ENGINE, SECRET), Prompt(range(50))
-    number = offers.publish("home:1", pb.Publish(request_id="r"), prompt=prompt).number
-    refused = pb.Publish(groups=[pb.GroupBlocks(group="full", end_token=40)])
-    offers.publish_more(number, refused)
-    assert offers.refused(refused)
-    last = pb.Publish(groups=[pb.GroupBlocks(group="full", end_token=32)], last=True)
-    offers.publish_more(number, last)
-    assert [mark.end for mark in last.marks] == [32]
 
 
 def held(count: int) -> Offers:

@@ -6,13 +6,13 @@ Its engine is the least careful that keeps the contract: it overwrites blocks as
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import cast
 
 from kvferry._clock import from_duration
 from kvferry._control.backoff import BACKOFF_FIRST
-from kvferry._control.publications import Offers, Publication, leaves_open
+from kvferry._control.publications import Offers, Publication
 from kvferry._control.publish import follow
 from kvferry._wire.authority import incarnation_of
 from kvferry._wire.outcomes import ReleaseOutcome
@@ -119,8 +119,6 @@ class Sending:
     offered: Offered
     step: pb.Publish
     blocks: tuple[int, ...]
-    before: Said
-    """The state of the marks before this step."""
     call: Call | None = None
     after: float = 0.0
 
@@ -194,7 +192,6 @@ class Source:
             RouterKeyUsed: the router has used its reference twice.
         """
         said = said or Said()
-        before = replace(said)
         step = pb.Publish(request_id="request", last=last and not by_layers, expected_reads=expected_reads)
         blocks = self._add_blocks(step, 0, count, said.request, by_layers=by_layers)
         _end(step, said.request)
@@ -207,13 +204,13 @@ class Source:
             raise
         offered = Offered(self, publication, said, routed)
         self.offered[offered.number] = offered
-        self._send(offered, step, blocks, before)
+        self._send(offered, step, blocks)
         return offered
 
     def publish_more(self, offered: Offered, count: int, *, last: bool, by_layers: bool = False) -> None:
         """Publish a further step. With `by_layers`: the next layer of the unfinished blocks; at their last layer, also
         the first layer of new blocks."""
-        number, before = offered.number, replace(offered.said)
+        number = offered.number
         begun = self.offers.unfinished(number)
         step = pb.Publish(last=last and not by_layers)
         blocks: tuple[int, ...] = ()
@@ -234,7 +231,7 @@ class Source:
         # The step's number is set when it is added; any but 0 marks a further step.
         step.step = 1
         self.offers.publish_more(number, step, offered.said.step(step))
-        self._send(offered, step, blocks, before)
+        self._send(offered, step, blocks)
 
     def abort(self, offered: Offered) -> None:
         def answered(answer: object) -> None:
@@ -382,12 +379,12 @@ class Source:
 
     # Its publishes.
 
-    def _send(self, offered: Offered, step: pb.Publish, blocks: tuple[int, ...], before: Said) -> None:
+    def _send(self, offered: Offered, step: pb.Publish, blocks: tuple[int, ...]) -> None:
         offered.contents |= {block: self.memory.contents[block] for block in blocks}
         offered.complete = step.last
         if step.unfinished.groups:
             offered.computed = 1
-        sending = Sending(offered, step, blocks, before)
+        sending = Sending(offered, step, blocks)
         self.sendings.append(sending)
         self._attempt(sending)
 
@@ -402,29 +399,14 @@ class Source:
             self._check_not_evicted(answer)
             if isinstance(answer, (InvalidField, BadBlock)):
                 raise Violation(f"a step that continues the one before was refused: {answer}")
-            if leaves_open(answer):
-                self.offers.unanswered(sending.step)
             if answer.retryable:
                 # `step` tries again, `disown` gives up.
                 sending.after = self.clock.now() + _pause(answer)
                 return
-            if self.offers.refused(sending.step):
-                self._never_was(sending)
-            else:
-                self._given_up(sending)
+            self._given_up(sending)
 
         notification = pb.Notification(publish=sending.step)
         sending.call = self._notify([notification], answered)
-
-    def _never_was(self, sending: Sending) -> None:
-        offered = sending.offered
-        self.sendings.remove(sending)
-        self.offers.sent(offered.number, self.clock.now())
-        offered.complete, offered.said = False, sending.before
-        for block in sending.blocks:
-            del offered.contents[block]
-        self._take(None, sending.blocks)
-        offered.free = offered.number not in {held.number for held in self.offers.unreleased()}
 
     def _given_up(self, sending: Sending) -> None:
         self.sendings.remove(sending)

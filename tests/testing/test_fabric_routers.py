@@ -193,6 +193,7 @@ def test_a_key_is_used_once(fabric: Fabric, pair: Pair) -> None:
     # The home remembers it for longer than the source does.
     with pytest.raises(RouterKeyUsed):
         publish(prefill, reference, "again")
+    assert outcome(prefill) is ReleaseOutcome.ABORTED
     assert prefill.session.unreleased() == ()
 
 

@@ -60,7 +60,6 @@ class Breaker:
         self._probing = False
         """Whether the attempt of this pause is in progress. Other attempts that fail then began before the pause."""
         self._failing_since: float | None = None
-        self._reported = False
 
     def ask(self, now: float) -> float:
         """Return 0.0 if an attempt may be made now, else the seconds to wait. While the breaker is open, only one of
@@ -73,14 +72,12 @@ class Breaker:
         self._probing = True
         return 0.0
 
-    def succeeded(self) -> bool:
-        """Record that the peer answered, even if with an error; returns whether `overdue` had returned True."""
+    def succeeded(self) -> None:
+        """Record that the peer answered, even if with an error."""
         self._failures = 0
         self._probing = False
         self._backoff.reset()
         self._failing_since = None
-        was_reported, self._reported = self._reported, False
-        return was_reported
 
     def failed(self, now: float) -> None:
         self._failures += 1
@@ -97,10 +94,3 @@ class Breaker:
         """Return the seconds since the first failure after the last success; 0.0 while the peer answers."""
         since = self._failing_since
         return 0.0 if since is None else now - since
-
-    def overdue(self, now: float, seconds: float) -> bool:
-        """Return True once if the peer has failed for `seconds`, and again only after a success in between."""
-        if self._reported or self._failing_since is None or now < self._failing_since + seconds:
-            return False
-        self._reported = True
-        return True

@@ -47,8 +47,8 @@ class BlockUse:
         self.lock = threading.Lock()
         self.groups = {group.name: group for group in groups}
         self._published: dict[Pool, Counts] = {}
-        self._pins: dict[int, dict[int, Mapping[str, BlockIds]]] = {}
-        """Blocks of the steps of publications, by number and step."""
+        self._pins: dict[int, list[Mapping[str, BlockIds]]] = {}
+        """Blocks of the steps of publications, by number."""
         self.writers: list[Writes] = []
 
     def writes(self, rank: int | None = None) -> Writes:
@@ -63,32 +63,25 @@ class BlockUse:
         range; `more_of` is the number of the publication, if it has other blocks already. Raises `BadBlock` if a block
         is given twice, or a read is writing to it."""
         with self.lock:
-            earlier = () if more_of is None else self._pins.get(more_of, {}).values()
+            earlier = () if more_of is None else self._pins.get(more_of, ())
             self._check_once(ids, earlier)
             for writer in self.writers:
                 writer.check(ids, None, "source")
             self._count(ids, 1)
 
-    def name(self, ids: Mapping[str, BlockIds], number: int, step: int) -> None:
-        """Assign pinned blocks to a step of a publication."""
+    def name(self, ids: Mapping[str, BlockIds], number: int) -> None:
+        """Assign pinned blocks to a publication."""
         with self.lock:
-            self._pins.setdefault(number, {})[step] = ids
+            self._pins.setdefault(number, []).append(ids)
 
     def unpin(self, ids: Mapping[str, BlockIds]) -> None:
         with self.lock:
             self._count(ids, -1)
 
-    def refused(self, number: int, step: int) -> None:
-        with self.lock:
-            steps = self._pins.get(number, {})
-            self._count(steps.pop(step, {}), -1)
-            if not steps:
-                self._pins.pop(number, None)
-
     def released(self, numbers: Iterable[int]) -> None:
         with self.lock:
             for number in numbers:
-                for ids in self._pins.pop(number, {}).values():
+                for ids in self._pins.pop(number, ()):
                     self._count(ids, -1)
 
     def pool(self, group: str) -> Pool:
@@ -116,7 +109,7 @@ class BlockUse:
     def _holder(self, group: str, block: int) -> int:
         pool = self.pool(group)
         for number, steps in self._pins.items():
-            for pinned in steps.values():
+            for pinned in steps:
                 if any(self.pool(name) == pool and bool((ids == block).any()) for name, ids in pinned.items()):
                     return number
         return 0

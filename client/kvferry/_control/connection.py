@@ -97,7 +97,7 @@ class Control:
         self._closed = False
         self._breaker = Breaker(BREAKER_THRESHOLD, BREAKER_FIRST, BREAKER_LAST)
         self._why_unreachable = f"{address} cannot be reached"
-        self._answered = False
+        self._answered = self._warned = False
         """The server has answered a call: its address and the TLS settings were right then."""
         self._complaints: dict[str, float] = {}
         """By the name of its error: when each is logged again, at the earliest."""
@@ -356,12 +356,15 @@ class Control:
 
     def _succeeded(self) -> None:
         self._answered = True
-        if self._breaker.succeeded():
+        self._breaker.succeeded()
+        if self._warned:
+            self._warned = False
             logger.info("%s answers again", self.address)
 
     def _warn_if_overdue(self) -> None:
         """Warn once per outage, so that the engine's log has the reason why its calls wait."""
-        if self._breaker.overdue(self._loop.now(), SILENCE):
+        if not self._warned and self.unreachable_for >= SILENCE:
+            self._warned = True
             logger.warning("%s (trying again)", self._why_unreachable)
 
 

@@ -15,7 +15,7 @@ from kvferry._control.connection import CALL_TIMEOUT, Control
 from kvferry._control.lease_holder import DECLINE_PATIENCE
 from kvferry._control.notifier import Message, Notifier
 from kvferry._control.publication_sender import PublicationSender
-from kvferry._control.publications import Offers, Publication, Release, leaves_open
+from kvferry._control.publications import Offers, Publication, Release
 from kvferry._control.publish import Publish, PublishMore, follow, new_step
 from kvferry._control.questions import Question, Questions
 from kvferry._control.watcher import Watcher
@@ -134,7 +134,7 @@ class HomeSession:
             if span.traceparent:
                 self._spans[publication.number] = span
             # Under the same lock: after a release in between, the blocks would stay in use for ever.
-            self.block_use.name(ids, publication.number, 0)
+            self.block_use.name(ids, publication.number)
             message = self._sender.put(publication, step, awaited=timeout is not None)
         self._sender.wait(message, timeout)
         return publication
@@ -151,7 +151,7 @@ class HomeSession:
                 follow(self._offers.unfinished(number), step)
                 self._offers.publish_more(number, step, given.prompt)
                 # Under the same lock: a release in between would leave these blocks in use for ever.
-                self.block_use.name(ids, number, step.step)
+                self.block_use.name(ids, number)
                 message = self._sender.put(given.publication, step, awaited=timeout is not None)
         except KvferryError:
             self.block_use.unpin(ids)
@@ -277,37 +277,20 @@ class HomeSession:
             failure = InternalError(f"sending to {self._control.address} failed: {error!r}")
         if failure is not None:
             errors = [failure] * len(sent)
-        # A home that ends a call with an error may have acted on the first notifications of several.
-        partly = failure is not None and len(sent) > 1
-        found = [
-            None if error is None else self._failed(told, error, partly)
-            for told, error in zip(sent, errors, strict=True)
-        ]
-        return found, failure
+        return [self._reopening(error) for error in errors], failure
 
-    def ended(self, step: pb.Publish, error: KvferryError | None, *, told: bool = True) -> bool:
-        """Record that no more attempts will be made to send a step. Called with the lock held.
-
-        `error` is that of the last attempt; None: the home has accepted the step.
-        `told`: a caller who waits gets the error. Returns whether the step was taken back, because no home can have
-        accepted it. If there is an error and the step was not taken back, abort the publication: its blocks stay pinned
-        until its release.
-        """
-        taken_back = error is not None and not error.retryable and self._offers.refused(step, told=told)
-        if error is not None and not taken_back:
+    def ended(self, step: pb.Publish, error: KvferryError | None) -> None:
+        """Record that no more attempts will be made to send a step. `error` is that of the last attempt; None: the home
+        has accepted the step. After an error its publication is withdrawn: the home may have it, and its blocks stay
+        pinned until its release. Called with the lock held."""
+        if error is not None:
             self._offers.abort(step.publication, not_published=not isinstance(error, PublicationAborted))
         self._offers.sent(step.publication, self._loop.now())
         self.news.tell()
-        span = self._spans.get(step.publication, NO_SPAN)
-        if taken_back and step.step == 0:
-            self._spans.pop(step.publication, None)
         if step.last or error is not None:
-            span.end(error, publication=step.publication)
-        if taken_back:
-            self.block_use.refused(step.publication, step.step)
+            self._spans.get(step.publication, NO_SPAN).end(error, publication=step.publication)
         if error is not None and step.router_key and not isinstance(error, RouterKeyUsed):
             self._decline(step)
-        return taken_back
 
     def complain(self, error: KvferryError) -> None:
         """Warn that publications wait for the home; see `Control.complain`."""
@@ -328,12 +311,8 @@ class HomeSession:
         decline = pb.Notification(decline=pb.Decline(reference=reference, not_published=True))
         self._declines.send(self._control, [Message(decline, self._loop.now() + DECLINE_PATIENCE)])
 
-    def _failed(self, told: pb.Notification, error: KvferryError, partly: bool) -> KvferryError:
-        """Record that an attempt to send a step or an abort has failed; returns the error to report. `partly`: the home
-        may have acted on the notification before it ended the call with the error."""
-        if told.HasField("publish") and (partly or leaves_open(error)):
-            with self.lock:
-                self._offers.unanswered(told.publish)
+    def _reopening(self, error: KvferryError | None) -> KvferryError | None:
+        """Return the error to report for a step or an abort."""
         if isinstance(error, EngineUnknown) and self._watcher.failure is None:
             # The home has restarted, and this session's Watch is not open again yet.
             unavailable = Unavailable(f"{error.message}; its Watch is being opened again")

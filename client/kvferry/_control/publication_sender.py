@@ -16,7 +16,7 @@ import asyncio
 import heapq
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
@@ -30,7 +30,7 @@ from kvferry._engine_spec import EngineSpec
 from kvferry._logs import Log
 from kvferry._loop import Loop, Signal
 from kvferry._threads import settle
-from kvferry.errors import Closed, KvferryError, NotPublished, PublicationAborted, Unavailable, Unreachable
+from kvferry.errors import Closed, KvferryError, NotPublished, PublicationAborted, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = Log(__name__)
@@ -50,7 +50,7 @@ class Publisher(Protocol):
     async def attempt(
         self, notifications: Sequence[pb.Notification], timeout: float
     ) -> tuple[list[KvferryError | None], KvferryError | None]: ...
-    def ended(self, step: pb.Publish, error: KvferryError | None, *, told: bool = True) -> bool: ...
+    def ended(self, step: pb.Publish, error: KvferryError | None) -> None: ...
     def complain(self, error: KvferryError) -> None: ...
 
 
@@ -82,13 +82,9 @@ class Message:
             return pb.Notification(abort=abort)
         return pb.Notification(publish=self.step)
 
-    def settle(self, error: KvferryError | None, *, taken_back: bool = False) -> None:
-        """End the wait of the caller, if there is one. `taken_back`: no home can have taken the step."""
+    def settle(self, error: KvferryError | None) -> None:
+        """End the wait of the caller, if there is one."""
         if self.answer is not None:
-            if error is not None and self.step is not None and not taken_back and not error.retryable:
-                doubt = Unavailable(f"the home may or may not have publication {self.publication.number}: {error}")
-                doubt.__cause__ = error
-                error = doubt
             settle(self.answer, error)
 
 
@@ -258,7 +254,7 @@ class PublicationSender:
                             continue
                         error = final
                     if error is not None:
-                        self._give_up(number, _sure(error, [behind for _, behind in answers[good + 1 :]]))
+                        self._give_up(number, error)
                 if self._messages[number]:
                     self._ready.append(number)
                 else:
@@ -303,41 +299,25 @@ class PublicationSender:
         logger.warning("could not send %s of publication %d: %s", step, message.publication.number, error)
 
     def _give_up(self, number: int, error: KvferryError) -> None:
-        """Give up the first message of a publication: an abort alone; a step with the messages behind it, and its
-        publication, unless the step was taken back and its caller gets that answer. Called with the lock held."""
+        """Give up the first message of a publication: an abort alone, a step with the messages behind it. Called with
+        the lock held."""
         waiting = self._messages[number]
-        message, *behind = waiting
-        step, publication = message.step, message.publication
-        if step is None:
-            waiting.remove(message)
-            message.settle(error)
+        first = waiting.popleft()
+        first.settle(error)
+        if first.step is None:
             return
-        # The last one first: the rest of a publication always has its first step.
-        for later in reversed(behind):
+        self._session.ended(first.step, error)
+        for later in waiting:
             if later.step is not None:
-                later.settle(error, taken_back=self._session.ended(later.step, error))
-            else:
-                later.settle(None)
+                self._session.ended(later.step, error)
+            later.settle(None if later.step is None else error)
         waiting.clear()
-        taken_back = self._session.ended(step, error, told=message.answer is not None)
-        message.settle(error, taken_back=taken_back)
-        if not taken_back or (step.step and message.answer is None):
-            # The home may have accepted some steps: the publication stays pinned until it is released.
-            until, given_up = self._loop.now() + self._session.patience, not isinstance(error, PublicationAborted)
-            waiting.append(Message(publication, None, until, not_published=given_up))
+        # The publication stays pinned until the home releases it, also if the home has nothing of it.
+        until, given_up = self._loop.now() + self._session.patience, not isinstance(error, PublicationAborted)
+        waiting.append(Message(first.publication, None, until, not_published=given_up))
 
 
 def _goes_along(messages: Sequence[Message], index: int) -> bool:
     """Whether a message of a publication goes in the same call as those before it. An abort does not: a home would take
     the abort although it did not take the steps before, which are then sent again."""
     return len(messages) > index and not messages[0].sent and None not in (messages[0].step, messages[index].step)
-
-
-def _sure(error: KvferryError, behind: Iterable[KvferryError | None]) -> KvferryError:
-    """Return the error with which the home has refused a step. If the home has taken a step behind the refused one,
-    readers may get both steps: then the error leaves open whether the home has refused the step."""
-    if None not in behind:
-        return error
-    doubt = Unavailable(f"the home has taken steps behind one that it refused: {error}")
-    doubt.__cause__ = error
-    return doubt

@@ -2,8 +2,7 @@
 
 Pure: no threads, no RPCs, no clock of its own. `HomeSession` makes the calls and records here how they ended.
 
-    publish ──► sending ──(answered)──► held ──(released by the home | its final deadline has passed)──► released once
-                   └──(refused, and no home can have accepted it)──► removed
+    publish ──► sending ──(answered | given up)──► held ──(released by the home | its final deadline)──► released once
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from kvferry._wire.authority import publication_key
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry._wire.publication import hint_of
 from kvferry._wire.reference import MAX_REFERENCE_MARKS, add_hint, format_reference
-from kvferry.errors import InternalError, KvferryError, RouterKeyUsed, Unreachable, WrongState
+from kvferry.errors import RouterKeyUsed, WrongState
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = Log(__name__)
@@ -72,7 +71,7 @@ class Release:
         request_id: the source's name for the request.
         outcome: how the publication ended.
         reads: the reads of the publication; empty if `local`.
-        local: released without the home, which refused the publication, or did not come back before the final deadline.
+        local: released without the home, which did not come back before the final deadline.
     """
 
     publication: int
@@ -122,7 +121,6 @@ class _Held:
     """A publication that is not released yet, with all that a restarted home needs.
 
     Attributes:
-        open_steps: numbers of steps that a home may have accepted without an answer.
         abort: None: the publication is not withdrawn.
         sending: number of calls in progress with which a home may accept the publication; its final deadline is unknown
             until they have ended.
@@ -132,15 +130,9 @@ class _Held:
     publication: Publication
     steps: list[pb.Publish]
     marker: Marker
-    open_steps: set[int] = field(default_factory=set)
     abort: pb.Abort | None = None
     sending: int = 0
     release_at: float = math.inf
-
-
-def leaves_open(error: KvferryError) -> bool:
-    """Return whether a home may have executed a call that ended with this error."""
-    return not error.reason or isinstance(error, (Unreachable, InternalError))
 
 
 class Offers:
@@ -149,7 +141,7 @@ class Offers:
     Attributes:
         final: seconds from a publish until no home can hold a lease on the publication; the home's setting.
         published: number of publications so far.
-        outcomes: number of released publications, by outcome; "refused": the home has not accepted them.
+        outcomes: number of released publications, by outcome.
     """
 
     def __init__(self, engine: pb.EngineRef, session_secret: bytes, *, hints: bool = True) -> None:
@@ -240,38 +232,11 @@ class Offers:
             return pb.Notification(abort=pb.Abort(publication=told.publish.publication))
         return told
 
-    def unanswered(self, step: pb.Publish) -> None:
-        """Record that an attempt to send a step had no answer: the home may have accepted the step."""
-        held = self._held.get(step.publication)
-        if held is not None:
-            held.open_steps.add(step.step)
-
-    def refused(self, step: pb.Publish, *, told: bool = True) -> bool:
-        """Record that the home refused a step for good; return whether the step was removed, because no home can have
-        accepted it. If not, the home may have accepted another attempt, or a later step, or did so before a restart,
-        and the step stays pinned until its publication is released. With its first step a publication ends; it is
-        released here, unless the caller who published it is `told`."""
-        held = self._held.get(step.publication)
-        if held is None or max(held.open_steps, default=-1) >= step.step:
-            return False
-        held.steps.remove(step)
-        held.marker.unmark(step)
-        if not held.steps:
-            del self._held[step.publication]
-            self._by_router_key.pop(step.router_key, None)
-            self.outcomes["refused"] += 1
-            if not told:
-                publication, outcome = held.publication, ReleaseOutcome.ABORTED
-                self._released.append(Release(publication.number, publication.request_id, outcome, local=True))
-        return True
-
     def sent(self, number: int, now: float) -> None:
         """Record that all attempts to send a step have ended: the publication's final deadline is known now."""
         held = self._held.get(number)
         if held is not None:
             held.sending -= 1
-            if not held.sending:
-                held.marker.settle()
             held.release_at = now + self.final * (1 + LOCAL_RELEASE_SHARE) + LOCAL_RELEASE_MARGIN
             self.next_deadline = min(self.next_deadline, held.release_at)
 
@@ -288,8 +253,6 @@ class Offers:
             held.sending += 1
             # Steps are not changed once they are held, so these are no copies.
             held_now.append((held.abort, tuple(held.steps)))
-            if held.abort is None:
-                held.open_steps.update(step.step for step in held.steps)
         name = secrets.token_bytes(8)
         begin, end = (
             pb.Notification(resync=pb.Resync(phase=phase, high_water=self._next - 1, snapshot=name))

@@ -23,19 +23,12 @@ class Marker:
     key: bytes = field(repr=False)
     prompt: Prompt
     ends: set[int] = field(default_factory=set)
-    _held: Prompt = field(init=False, repr=False)
-    """The prompt of the steps that are held, which the next step's prompt has to continue."""
-    _settled: Prompt = field(init=False, repr=False)
-    """The same when the last step had been sent."""
-
-    def __post_init__(self) -> None:
-        self._held = self._settled = self.prompt
 
     def follow(self, prompt: Prompt) -> None:
         """Go on with a longer prompt; `Prompt.unknown`: with the same. Raises `InvalidField` if the prompt does not
         continue the one before."""
-        if prompt and not prompt.continues(self._held):
-            expected = f"one that begins with {self._held}, with which it was published"
+        if prompt and not prompt.continues(self.prompt):
+            expected = f"one that begins with {self.prompt}, with which it was published"
             raise InvalidField("prompt", str(prompt), expected)
         self.prompt = prompt or self.prompt
 
@@ -53,16 +46,6 @@ class Marker:
         for end in sorted(ends - self.ends):
             step.marks.add(end=end, digest=self.prompt.mark(self.key, end))
         self.ends |= ends
-        self._held = self.prompt
-
-    def unmark(self, step: pb.Publish) -> None:
-        """Forget a step that no home has accepted. The engine may publish blocks of other tokens instead."""
-        self.ends -= {mark.end for mark in step.marks}
-        self._held = self._settled
-
-    def settle(self) -> None:
-        """Record that no step is being sent: no step is taken back any more."""
-        self._settled = self._held
 
 
 class PromptCheck(enum.Enum):
