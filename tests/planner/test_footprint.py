@@ -17,6 +17,7 @@ from kvferry.errors import InvalidField
 from kvferry.geometry import EngineGeometry
 from kvferry.planner import Path, PathRule, ReadPlan, plan_read
 from kvferry.planner import expansion as expand
+from kvferry.planner import lane as lanes
 from kvferry.planner.descriptors import Descriptors
 from kvferry.planner.lane import Lane
 from kvferry.planner.token_line import Segment
@@ -148,8 +149,8 @@ def run_of(checked: CheckedList, first: int, count: int, moved: int = 0) -> Desc
 
 def whole_blocks(theirs: list[int], mine: list[int]) -> CheckedList:
     """A list whose rows are whole blocks."""
-    engines = [engine(name, MODEL, block_tokens=4) for name in ("p", "d")]
-    plan = plan_read(*(one.geometry() for one in engines), 0, rule=PathRule(Path.DIRECT))
+    source, destination = (engine(name, MODEL, block_tokens=4).geometry() for name in ("p", "d"))
+    plan = plan_read(source, destination, 0, rule=PathRule(Path.DIRECT))
     return checked_lists(lambda: plan.expand({"full": Blocks(theirs)}, {"full": Blocks(mine)}))[0]
 
 
@@ -178,7 +179,7 @@ def test_staged_rows_of_another_block_are_refused(name: str, monkeypatch: pytest
     plan = plan_read(source, destination, 0, rule=PathRule(Path.STAGED))
     assert plan.staged
     plan.expand(theirs, mine)
-    segments = expand.segments
+    segments = lanes.segments
 
     def moved(side: str, lane: Lane, wanted: object) -> list[Segment]:
         found = segments(lane, wanted)  # type: ignore[arg-type]
