@@ -17,6 +17,7 @@ from kvferry.errors import InvalidField
 from kvferry.geometry import EngineGeometry
 from kvferry.planner import Path, PathRule, ReadPlan, plan_read
 from kvferry.planner import expansion as expand
+from kvferry.planner import lane as lanes
 from kvferry.planner.descriptors import Descriptors
 from kvferry.planner.lane import Lane
 from kvferry.planner.token_line import Segment
@@ -131,20 +132,42 @@ def test_a_source_block_given_twice_may_go_to_both_destinations() -> None:
         assert checked.refuses(own)
 
 
+def run_of(checked: CheckedList, first: int, count: int, moved: int = 0) -> Descriptors:
+    """A list with one run of blocks instead of its own, and its rows moved by some bytes."""
+    made, one = checked.made, np.ones(1, np.uint64)
+    by = np.uint64(moved)
+    return replace(
+        made,
+        source=made.source + by,
+        destination=made.destination + by,
+        source_offset=one * np.uint64(first * checked.theirs.stride),
+        destination_offset=one * np.uint64(first * checked.mine.stride),
+        repeats=one * np.uint64(count),
+        blocks=None,
+    )
+
+
+def whole_blocks(theirs: list[int], mine: list[int]) -> CheckedList:
+    """A list whose rows are whole blocks."""
+    source, destination = (engine(name, MODEL, block_tokens=4).geometry() for name in ("p", "d"))
+    plan = plan_read(source, destination, 0, rule=PathRule(Path.DIRECT))
+    return checked_lists(lambda: plan.expand({"full": Blocks(theirs)}, {"full": Blocks(mine)}))[0]
+
+
 def test_blocks_that_are_neighbours_only_in_memory_are_no_run() -> None:
-    """Of blocks 3 and 4, on one side or the other, the request's tokens are apart."""
-    engines = [engine(name, MODEL, block_tokens=4) for name in ("p", "d")]
-    plan = plan_read(*(one.geometry() for one in engines), 0, rule=PathRule(Path.DIRECT))
-    whole = [3, 4, 1, 0, 5, 6, 7, 8]
-    apart = [3, 1, 4, 0, 5, 6, 7, 8]
+    """Between blocks 3 and 6, on one side or the other, the request's tokens are apart."""
+    whole, apart = [3, 4, 5, 6, 9, 1], [3, 5, 4, 6, 9, 1]
     for theirs, mine in ((whole, apart), (apart, whole)):
-        for checked in checked_lists(lambda: plan.expand({"full": Blocks(theirs)}, {"full": Blocks(mine)})):  # noqa: B023
-            made = checked.made
-            stride = np.uint64(checked.theirs.stride)
-            run = [np.array([3], np.uint64) * stride, np.array([3], np.uint64) * stride, np.array([2], np.uint64)]
-            assert checked.refuses(
-                replace(made, source_offset=run[0], destination_offset=run[1], repeats=run[2], blocks=None)
-            )
+        checked = whole_blocks(theirs, mine)
+        assert not checked.refuses(run_of(checked, 3, 1))
+        assert checked.refuses(run_of(checked, 3, 4))
+
+
+def test_a_run_of_blocks_begins_with_a_block() -> None:
+    checked = whole_blocks([3, 4, 5, 8], [3, 4, 5, 9])
+    assert not checked.refuses(run_of(checked, 3, 3))
+    assert checked.refuses(run_of(checked, 3, 3, moved=2))
+    assert checked.refuses(run_of(checked, 3, 4))
 
 
 # --- staged rows ------------------------------------------------------------------------------------------------------
@@ -156,7 +179,7 @@ def test_staged_rows_of_another_block_are_refused(name: str, monkeypatch: pytest
     plan = plan_read(source, destination, 0, rule=PathRule(Path.STAGED))
     assert plan.staged
     plan.expand(theirs, mine)
-    segments = expand.segments
+    segments = lanes.segments
 
     def moved(side: str, lane: Lane, wanted: object) -> list[Segment]:
         found = segments(lane, wanted)  # type: ignore[arg-type]

@@ -124,3 +124,14 @@ def test_a_plan_refuses_its_own_wrong_addresses(monkeypatch: pytest.MonkeyPatch)
         if name != "staged":
             with pytest.raises(InvalidField, match="the blocks of the same tokens"):
                 planned(source, destination, path).expand({"full": Blocks(theirs)}, {"full": Blocks(mine)}, (0, tokens))
+
+
+def test_rows_for_staging_memory_off_by_4_gib_are_found() -> None:
+    source, destination, theirs, mine, tokens, path = WORLDS["staged"]
+    plan = planned(source, destination, path)
+    (lane,) = plan.lanes
+    (extent,) = lane.extents
+    for moved in (GIB_4, -GIB_4, extent.length):
+        lane.__dict__["extents"] = (replace(extent, source=extent.source + moved),)
+        with pytest.raises(InvalidField, match="the request's blocks"):
+            plan.expand({"full": Blocks(theirs)}, {"full": Blocks(mine)}, (0, tokens))

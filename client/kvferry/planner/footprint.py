@@ -29,13 +29,12 @@ EXPECTED = "of the request's blocks, to the blocks of the same tokens"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Windows:
-    """The bytes of block 0 of some planes: stretches ``[begin, end)`` that do not touch, by rising address. `starts`
-    are where these stretches and the planes' parts in them begin. Blocks are `stride` bytes apart."""
+    """The bytes of block 0 of some planes: stretches ``[begin, end)`` that do not touch, by rising address. Blocks are
+    `stride` bytes apart."""
 
     stride: int
     begin: Int64s
     end: Int64s
-    starts: Int64s
 
     @classmethod
     def of(cls, planes: Iterable[Plane], layout: StateLayout) -> Windows:
@@ -44,7 +43,6 @@ class Windows:
         for plane in planes:
             # Where an axis steps further than from block to block, a block is in several places.
             apart = [(step, count) for step, count, _ in plane.axes if step > plane.block_stride]
-            apart = apart if plane.num_blocks > 1 else []
             places = np.full(1, plane.base, np.int64)
             for step, count in apart:
                 places = np.add.outer(places, np.arange(count, dtype=np.int64) * step).ravel()
@@ -55,7 +53,7 @@ class Windows:
         cuts = np.flatnonzero(starts[1:] > reached[:-1])
         begin, end = starts[np.append(0, cuts + 1)], reached[np.append(cuts, len(reached) - 1)]
         # Where there is one block, none is further on, and its stride means nothing.
-        return cls(layout.block_stride if layout.num_blocks > 1 else ADDRESS_LIMIT - 1, begin, end, starts)
+        return cls(layout.block_stride if layout.num_blocks > 1 else ADDRESS_LIMIT - 1, begin, end)
 
     def room(self, address: Int64s) -> Int64s:
         """Bytes from each address to the end of its stretch; 0 or less for addresses in none."""
@@ -157,9 +155,5 @@ def _blocks_of(windows: Windows, made: Descriptors, row: Addresses, offset: Addr
     # Runs of several states or blocks, which the rows have to hold without holes.
     end = at + longest * repeats
     last = first + (end - 1) // windows.stride
-    if bool((last > first).any()):
-        place = np.minimum(np.searchsorted(windows.starts, rows), len(windows.starts) - 1)
-        right = (room >= windows.stride) & np.equal(windows.starts[place], rows)
-    else:
-        right = room >= int(end.max())
-    return (first, last) if bool((right & (length == longest)).all()) else None
+    needed = windows.stride if bool((last > first).any()) else int(end.max())
+    return (first, last) if bool((room >= needed).all()) else None
