@@ -20,12 +20,6 @@ GPU = {
     "/proc/driver/nvidia/gpus/0000:01:00.0/information": "Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 130\n",
     "/dev/nvidia0": "",
 }
-ETH0 = {
-    "/sys/class/net/eth0/operstate": "up\n",
-    "/sys/class/net/eth0/speed": "1000\n",
-    "/sys/class/net/eth0/mtu": "1500\n",
-    "/sys/class/net/lo/operstate": "unknown\n",
-}
 
 
 def seen(root: Path, *trees: dict[str, str], **env: str) -> Host:
@@ -58,17 +52,6 @@ def test_gpu(tmp_path: Path) -> None:
     write(tmp_path, {"/proc/modules": "nvidia_peermem 16384 0 - Live 0x0\n"})
     assert "gpu-no-peer-memory" not in names(system.gpu(host))
     assert names(system.gpu(Host(root=tmp_path / "none"))) == {"gpu-none"}
-
-
-def test_network_cards(tmp_path: Path) -> None:
-    host = seen(tmp_path, ETH0)
-    assert names(system.network(host)) == {"network-slow"}
-    write(tmp_path, {"/sys/class/net/eth0/speed": "100000\n"})
-    found = system.network(host)
-    assert names(found) == {"network-found"}
-    assert "eth0 (100 Gbit/s, MTU 1500)" in found[0].found
-    write(tmp_path, {"/sys/class/net/eth0/operstate": "down\n"})
-    assert names(system.network(host)) == {"network-loopback-only"}
 
 
 @pytest.mark.parametrize(
@@ -113,8 +96,3 @@ def test_quota_of_the_container(tmp_path: Path) -> None:
     assert names(found) == {"cpus-few", "cpus-throttled"}
     assert "1.5 cores" in found[0].found
     assert "40 of 100" in found[1].found
-
-
-def test_slow_clock(tmp_path: Path) -> None:
-    source = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
-    assert "clock-slow-source" in names(system.clock(seen(tmp_path, {source: "hpet\n"})))

@@ -181,29 +181,6 @@ def test_huge_pages_of_this_machine() -> None:
         assert names(run("huge-pages", asked)) == {"huge-pages-given"}
 
 
-@ROOT_ONLY
-def test_host_that_was_suspended() -> None:
-    """A time namespace has the clocks that a suspend of five minutes leaves."""
-    before = ["unshare", "--time", "--boottime", "300", "--fork"]
-    if not can(*before, "true"):
-        pytest.skip("no time namespaces here")
-    found = look_in(before, "clock")
-    assert "300 s" in found["clock-suspended"]["found"]
-
-
-def test_clock_of_this_machine() -> None:
-    assert names(run("clock", Host())) & {"clock-good", "clock-suspended", "clock-slow-source"}
-
-
-@ROOT_ONLY
-def test_network_namespace_without_a_card() -> None:
-    # A separate /sys, because /sys shows the cards of the namespace in which it was mounted.
-    before = ["unshare", "--net", "--mount", "sh", "-c", 'mount -t sysfs none /sys && exec "$@"', "sh"]
-    if not can(*before, "true"):
-        pytest.skip("no network namespaces here")
-    assert set(look_in(before, "network")) == {"network-loopback-only"}
-
-
 def installed(folder: Path, package: str, version: str) -> None:
     """Make a folder in which Python finds this version of a package before the real one."""
     info = folder / f"{package}-{version}.dist-info"

@@ -1,11 +1,10 @@
 """Commands that show what node servers know: `kvferry info`, `health`, `engines` (of a whole fleet, too), `engine`,
-`requests` and `transfers`; and `kvferry version`."""
+`requests` and `transfers`."""
 
 from __future__ import annotations
 
 import json
 import math
-import platform
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from kvferry import __version__
 from kvferry._cli.connection import (
     DEFAULT_SERVER,
     AsJson,
@@ -41,7 +39,6 @@ MAX_AT_ONCE = 32  # Most node servers that are asked at once
 MOST_ROWS = 200
 """Most rows of a table of requests or transfers. A home may have a quarter of a million leases: to ask for them all and
 to draw them would take minutes."""
-PACKAGES = ("grpcio", "protobuf", "nixl", "torch")  # Packages whose versions a bug report needs
 
 OfEngine = Annotated[str, typer.Option("--engine", metavar="ID", help="Only of this engine.")]
 OfRequest = Annotated[str, typer.Option("--request", metavar="ID", help="Only of requests of this name.")]
@@ -253,18 +250,3 @@ def _show(node: Node, found: Listed, rows: Sequence[Row], none: str) -> None:
         print(f"kvferry: {more}", file=sys.stderr)
     if found.recovering:
         console().print(recovering(node.server), markup=False)
-
-
-def version(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: versions by package, null if missing.")] = False,
-) -> None:
-    """Show the versions of kvferry and of the packages it uses."""
-    from kvferry._doctor.software import version_of
-
-    found: dict[str, str | None] = {"kvferry": __version__, "python": platform.python_version()}
-    found |= {package: version_of(package) or None for package in PACKAGES}
-    if as_json:
-        print(json.dumps(found, indent=2))
-        return
-    for name, number in found.items():
-        print(f"{name:<10} {number or 'not installed'}")

@@ -48,10 +48,8 @@ CHECKS = (
     Check("locked-memory", system.locked_memory),
     Check("open-files", system.open_files),
     Check("cpus", system.cpus),
-    Check("clock", system.clock),
     Check("gpu", system.gpu),
     Check("rdma", ucx.rdma, 60.0),
-    Check("network", system.network),
     Check("peer", peer.check, 60.0),
 )
 """`peer` runs only if the command names a peer."""

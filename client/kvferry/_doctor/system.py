@@ -1,19 +1,16 @@
-"""Checks of the system: memory, files, cores, the clock, GPUs and network cards."""
+"""Checks of the system: memory, files, cores and GPUs."""
 
 from __future__ import annotations
 
 import os
 import re
 import resource
-import time
 from pathlib import Path
 
 from kvferry._doctor.check import Finding, Host, finding
 
 ENOUGH_FILES = 4096
 THROTTLED_SHARE = 0.05
-SLOW_MBITS = 10_000
-SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies", "refined-jiffies", "pit")
 
 _TRIED = 16 << 20
 _CAP_IPC_LOCK = 14
@@ -91,21 +88,6 @@ def _size(count: int) -> str:
     return f"{count / 1024:.3g} KiB"
 
 
-def clock(host: Host) -> list[Finding]:
-    """Check the source of the leases' clock, and how long this host was suspended. Clocks of two hosts are never
-    compared (PROTOCOL)."""
-    suspended = time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC)
-    source = host.text("/sys/devices/system/clocksource/clocksource0/current_clocksource")
-    said = {}
-    if suspended > 1.0:
-        said["clock-suspended"] = f"since its start this host was suspended for {suspended:,.0f} s"
-    if source in SLOW_CLOCKS:
-        said["clock-slow-source"] = f"the kernel's clock source is {source}"
-    if not said:
-        said["clock-good"] = f"CLOCK_BOOTTIME, from {source or 'an unknown source'}; never suspended"
-    return [finding(name, text) for name, text in said.items()]
-
-
 def gpu(host: Host) -> list[Finding]:
     found = host.gpus()
     if not found:
@@ -116,19 +98,3 @@ def gpu(host: Host) -> list[Finding]:
         said = f"nvidia_peermem is not loaded; gdrcopy (/dev/gdrdrv) is {gdrcopy}"
         findings.append(finding("gpu-no-peer-memory", said))
     return findings
-
-
-def network(host: Host) -> list[Finding]:
-    cards: dict[str, int] = {}
-    for name in host.names("/sys/class/net"):
-        folder = f"/sys/class/net/{name}"
-        # Loopback is always "unknown", and so are some virtual cards.
-        if name != "lo" and host.text(f"{folder}/operstate") in ("up", "unknown"):
-            speed = host.text(f"{folder}/speed")
-            known = int(speed) if speed.isdigit() else 0
-            rate = f"{known / 1000:g} Gbit/s" if known else "speed unknown"
-            cards[f"{name} ({rate}, MTU {host.text(f'{folder}/mtu')})"] = known
-    if not cards:
-        return [finding("network-loopback-only", "no card but loopback is up")]
-    slow = all(0 < known < SLOW_MBITS for known in cards.values()) and not host.rdma_devices()
-    return [finding("network-slow" if slow else "network-found", ", ".join(cards))]

@@ -75,7 +75,7 @@ def test_options_of_a_client_can_all_be_set(tmp_path: Path) -> None:
         ({"prefix_share": 1.5}, "prefix_share", "less than"),
         ({"prefix_share": True}, "prefix_share", "a valid number"),
         ({"prefix_wait": 0}, "prefix_wait", "greater than"),
-        ({"self_check": "no"}, "self_check", "a valid boolean"),
+        ({"traces": "no"}, "traces", "a valid boolean"),
         ({"home_in_references": "no"}, "home_in_references", "a valid boolean"),
         ({"allowed_homes": "10.0.*"}, "allowed_homes", "a valid array"),
         ({"directory": 5}, "directory", ""),

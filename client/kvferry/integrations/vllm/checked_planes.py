@@ -67,13 +67,12 @@ def checked_planes(
         logger.warning("kvferry was not run on %s yet: please report what you see", current_platform.device_name)
     layers = layers_of(vllm_config, kv_cache_config, setup.tables, kv_caches, place)
     planes = [plane for layer in layers for plane in layer_planes(layer)]
-    kinds = self_check(layers, planes) if setup.settings.self_check else ()
-    reasons = {name: kind.unwritten for kind in kinds for name in kind.layers}
+    reasons = {name: kind.unwritten for kind in self_check(layers, planes) for name in kind.layers}
     for layer in layers:
         # A state's spec alone describes its parts, and was compared with the module's own tensors.
         if isinstance(layer.spec, MambaSpec) or (family := family_of(layer)).proven:
             continue
-        if reason := reasons.get(layer.name, "self_check is false"):
+        if reason := reasons[layer.name]:
             found = f"{family.name}, backend {layer.backend.rpartition('.')[2]}"
             expected = f"a layout that was tested, or that the self-check can write to ({reason})"
             raise InvalidField(f"KV cache of {layer.name}", found, expected)

@@ -15,6 +15,7 @@ from typing import Any
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    HiddenStateCacheSpec,
     MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -28,16 +29,6 @@ NULL_BLOCK = 0
 """The null block: the first block of vLLM's block pool."""
 
 POOL = "device"
-
-_REFUSED = {
-    "CircularBufferSpec": "its ring holds keys that are not compressed yet, and a step overwrites them",
-    "CrossAttentionSpec": "its blocks hold the states of an encoder, which no publication has",
-    "EncoderOnlyAttentionSpec": "an encoder keeps no KV cache",
-    "HiddenStateCacheSpec": "it holds hidden states for other uses than decoding",
-    "HiSparseHotSpec": "HiSparse keeps the KV cache in host memory, in blocks of another pool",
-    "HiSparseResidentSpec": "HiSparse keeps the KV cache in host memory, in blocks of another pool",
-}
-"""Unsupported specs of vLLM, and why. By name, since older versions of vLLM lack some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +114,8 @@ class BlockTable:
 def block_tables(vllm_config: Any, kv_cache_config: Any) -> tuple[BlockTable, ...]:
     """Return the block tables of the groups that are transferred; raises `InvalidField` for unsupported groups."""
     for group in kv_cache_config.kv_cache_groups:
-        if getattr(group, "host_resident", False):
-            raise _refused("HiSparse", _REFUSED["HiSparseHotSpec"])
+        if group.host_resident:
+            raise InvalidField("KV-cache group", "HiSparse", "blocks on the device: these are in host memory")
     found: list[BlockTable] = []
     seen: Counter[str] = Counter()
     for index, listed in transferred(kv_cache_config):
@@ -198,15 +189,10 @@ def _first(spec: Any) -> Any:
 
 
 def _check(spec: Any) -> None:
-    for known in type(spec).__mro__:
-        if known.__name__ in _REFUSED:
-            raise _refused(type(spec).__name__, _REFUSED[known.__name__])
-    if not isinstance(spec, (MambaSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, FullAttentionSpec)):
-        raise _refused(type(spec).__name__, "what its block table holds is not known")
-
-
-def _refused(name: str, reason: str) -> InvalidField:
-    return InvalidField("KV-cache spec", name, f"another: {reason}")
+    known = isinstance(spec, (MambaSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, FullAttentionSpec))
+    if not known or isinstance(spec, HiddenStateCacheSpec):
+        name = type(spec).__name__
+        raise InvalidField("KV-cache spec", name, "one whose block table holds the KV cache of tokens, or states")
 
 
 def _kept(spec: Any) -> str:

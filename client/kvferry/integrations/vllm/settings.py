@@ -57,7 +57,6 @@ class ConnectorSettings:
     integrity: IntegrityOptions = field(default_factory=IntegrityOptions)
     prompt_check: str = "compare"
     optimistic: bool = True
-    self_check: bool = True
     traces: bool = False
 
     def __post_init__(self) -> None:

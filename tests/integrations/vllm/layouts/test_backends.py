@@ -28,15 +28,19 @@ TRITON = "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
 REFUSED = {
     "CUSTOM",
     "CUTLASS_MSA",
+    "FLASHINFER_MLA_SPARSE_DSV4",
     "FLASHINFER_MLA_SPARSE_DSV41",
     "FLASHMLA_MEGA_ATTN_DSV41",
+    "FLASHMLA_SPARSE_DSV4",
     "FLASHMLA_SPARSE_DSV41",
     "MINIMAX_M3_SPARSE",
     "NO_ATTENTION",
+    "ROCM_FLASHMLA_SPARSE_DSV4",
     "TORCH_SDPA",
     "TRITON_MSA",
     "TURBOQUANT",
     "ULTRAQUANT",
+    "XPU_MLA_SPARSE",
 }
 """Members of vLLM's registry without a cache, or with a cache that has not been examined."""
 

@@ -131,11 +131,6 @@ def _scale(layer: Layer, plane: Plane) -> str:
 _INDEX_BYTES = {132: 128, 68: 64}
 """Bytes of an indexer's key by the bytes of key and scales: 128 fp8 and a float32, or 128 fp4 and 4 exponents."""
 
-_ROCM_TILE = 16
-"""Tokens in a tile of the indexer on ROCm."""
-
-_V4_ROW_BYTES = 576
-
 Planes = tuple[Plane, ...]
 
 
@@ -191,11 +186,6 @@ def latent_and_rope(layer: Layer) -> Planes:
     return formats.vllm_mla(layer.tensors, layer.group, latent_dim, layer.for_all_heads)
 
 
-def latent_rows(layer: Layer) -> Planes:
-    """One row of numbers for each state."""
-    return formats.vllm_mla(layer.tensors, layer.group, layer.spec.head_size, layer.for_all_heads)
-
-
 def latent_cells(layer: Layer) -> Planes:
     """Latent, scales and rope of each token, mixed."""
     if content_of(layer.spec) == "fp8_ds_mla":
@@ -203,34 +193,12 @@ def latent_cells(layer: Layer) -> Planes:
     return formats.vllm_cells(layer.tensors, layer.group, "vllm-nvfp4-ds-mla", layer.for_all_heads)
 
 
-def v4_pages(layer: Layer) -> Planes:
-    """DeepSeek V4: in each page the rows of all states, then their scales."""
-    return formats.vllm_mla_pages(layer.tensors, layer.group, _V4_ROW_BYTES, "vllm-fp8-ds-v4", layer.for_all_heads)
-
-
-def compressor_rows(layer: Layer) -> Planes:
-    """DeepSeek V4's compressor: its inputs for each token of its window."""
-    return formats.vllm_cells(layer.tensors, layer.group, "vllm-compressor", layer.for_all_heads)
-
-
 def index_pages(layer: Layer) -> Planes:
-    """An indexer: in each page the keys of all tokens, then their scales.
-
-    Raises:
-        InvalidField: keys of a width that is not known, or pages that ROCm's tiles do not divide.
-    """
-    width, tokens = layer.spec.state_content_size_bytes, int(layer.cache.shape[2])
+    """An indexer: in each page the keys of all tokens, then their scales. Raises `InvalidField`: keys of a width that
+    is not known."""
+    width = layer.spec.state_content_size_bytes
     index_dim = _INDEX_BYTES.get(width)
     if index_dim is None:
         raise InvalidField(f"bytes of a key of {layer.name}", width, " or ".join(map(str, _INDEX_BYTES)))
     named = formats.PLAIN if index_dim == 128 else "vllm-mxfp4"
-    granule = 1
-    if current_platform.is_rocm() and tokens > 1:
-        named, granule = f"vllm-indexer-tiles-{_ROCM_TILE}", _ROCM_TILE
-        if tokens % granule or index_dim != 128:
-            raise InvalidField(
-                f"page of {layer.name}", f"{tokens} tokens, keys of {index_dim} bytes", "whole tiles of fp8"
-            )
-    return formats.vllm_indexer(
-        layer.tensors, layer.group, index_dim, layer.for_all_heads, format=named, token_granule=granule
-    )
+    return formats.vllm_indexer(layer.tensors, layer.group, index_dim, layer.for_all_heads, format=named)
