@@ -81,7 +81,7 @@ class HeldRanks:
         serve: bool,
         staging: StagingOptions | None = None,
         integrity: IntegrityOptions | None = None,
-        warm_up_timeout: float = 5.0,
+        warm_up_timeout: float = 20.0,
     ) -> None:
         self.engine = engine
         options = NixlOptions(ucx_tls=ucx_tls, warm_up_timeout=warm_up_timeout)
@@ -172,6 +172,8 @@ def move(sources: Connection, homes: tuple[str, str], case: Case) -> None:
     except BaseException:
         held.close()
         sources.send("done")
+        # Otherwise the next case would take this answer for its own.
+        sources.recv()
         raise
     # The home counts all reads, although its answers may come too late to confirm them, and the reports come again.
     sources.send("done")
