@@ -15,8 +15,10 @@ from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from kvferry._arguments import takes
+from kvferry._cache import OPEN_TIMEOUT
 from kvferry._client import Client
 from kvferry._directory.directory import Directory
+from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing, OneProcess
 from kvferry._session import EngineSession
 from kvferry._wire.token import EngineToken
@@ -24,7 +26,6 @@ from kvferry._wire.token import EngineToken
 Sync = TypeVar("Sync", bound=Closing)
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
-Wrapped = TypeVar("Wrapped")
 Made = TypeVar("Made", bound="_Async[Any]")
 
 
@@ -61,18 +62,6 @@ def _on_thread(
     @wraps(method)
     async def call(self: _Async[Sync], /, *given: Given.args, **options: Given.kwargs) -> Result:
         return await asyncio.to_thread(method, self.sync, *given, **options)
-
-    return call
-
-
-def _wrapped(
-    method: Callable[Concatenate[_Async[Sync], Given], Coroutine[Any, Any, Result]], made: Callable[[Result], Wrapped]
-) -> Callable[Concatenate[_Async[Sync], Given], Coroutine[Any, Any, Wrapped]]:
-    """Make a method that wraps the result of another method."""
-
-    @wraps(method)
-    async def call(self: _Async[Sync], /, *given: Given.args, **options: Given.kwargs) -> Wrapped:
-        return made(await method(self, *given, **options))
 
     return call
 
@@ -140,10 +129,12 @@ class AsyncClient(_Async[Client]):
 
     stats = _direct(Client.stats)
     """Return the counts and measurements of this client. See `Client.stats`."""
-    open_engine = _wrapped(_on_thread(Client.open_engine), AsyncSession)
-    """Start a new incarnation of an engine, and open its session. See `Client.open_engine`."""
     register_cache = _on_thread(Client.register_cache)
     """Register a rank's cache with NIXL and at the node server. See `Client.register_cache`."""
+
+    async def open_engine(self, spec: EngineSpec, *, timeout: float = OPEN_TIMEOUT) -> AsyncSession:
+        """Start a new incarnation of an engine, and open its session. See `Client.open_engine`."""
+        return AsyncSession(await asyncio.to_thread(self.sync.open_engine, spec, timeout=timeout))
 
     decline = _on_thread(Client.decline)
     """Decline a publication at its home. See `Client.decline`."""
