@@ -16,7 +16,7 @@ CODE := $(wildcard client server tests benchmarks examples scripts)
 VENV := .venv/.installed
 NODE := tests/support/nodejs/node_modules/.installed
 
-.PHONY: help setup node demo test test-slow test-oldest test-vllm test-sglang test-gpu test-rdma test-deployed gpu-bundle lint format reliability house errors schema metrics soak mutate
+.PHONY: help setup node demo test test-slow test-oldest test-vllm test-sglang test-gpu test-rdma test-deployed gpu-bundle lint format reliability house errors findings schema metrics soak mutate
 .PHONY: proto proto-check breaking release-protos bench bench-vllm docs lock package sbom clean
 
 help: ## Show this help
@@ -157,7 +157,7 @@ gpu-bundle: setup ## Pack test-gpu for a machine that reaches nothing (GPU_PYTHO
 	@.venv/bin/python scripts/gpu_bundle.py --python $(GPU_PYTHON) --cuda $(GPU_CUDA) --output $(GPU_BUNDLE) \
 		$(if $(GPU_PACKAGES),--packages $(GPU_PACKAGES))
 
-reliability: setup ## Write the tables of faults into docs/reliability.md
+reliability: setup ## Write the tables of faults into tests/faults/RESULTS.md
 	@.venv/bin/python -m tests.faults.table
 
 house: ## Draw docs/house.svg, the folders and their imports
@@ -165,6 +165,9 @@ house: ## Draw docs/house.svg, the folders and their imports
 
 errors: setup ## Write docs/errors.md from the protos and the exceptions
 	@.venv/bin/python -m scripts.errors_page
+
+findings: setup ## Write what `kvferry doctor` finds into docs/doctor.md
+	@.venv/bin/python -m scripts.doctor_page
 
 schema: setup ## Write docs/geometry.schema.json from the fields of geometry files
 	@.venv/bin/python -m scripts.geometry_schema

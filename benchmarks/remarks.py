@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-_TABLE = "[Where the time goes](#where-the-time-goes)"
+_TABLE = "[stages](#stages-of-a-request)"
 _CHECKS = (
     "the server checks the request and the caller, keeps a record and sets a timer, where a bare server looks at "
     "nothing. The handler takes 80 µs for a publication of 256 blocks, mostly to decode and check the runs of blocks. "
@@ -20,15 +20,15 @@ _ESTIMATE = (
 
 REMARKS = {
     "read": f"its call takes about twice as long as a bare one, because it begins and ends on threads that have to be "
-    f"woken, with cold caches; after a pause a bare call takes 1.5 to 2 times as long, too. {_TABLE} has the stages, "
-    "through the ports. Planning and handing over to the reading thread and back are the rest.",
+    f"woken, with cold caches; after a pause a bare call takes 1.5 to 2 times as long, too ({_TABLE}, "
+    "through the ports). Planning and handing over to the reading thread and back are the rest.",
     "leased": "its two calls take about three times as long as bare ones, as above.",
     "ports": "each call takes twice to three times as long as a bare one, and the engine's loop, which looks every "
     "0.2 ms, adds to each stage.",
     "concurrent": "the node server's CPU per read alone takes several times as long as raw NIXL takes for a whole "
     "read. The reader's own Python shares the two cores with it.",
     "long": "raw NIXL's best program is the limit: UCX copies by process_vm_readv, which alone was measured at 0.50 to "
-    f"0.56 of memcpy on one of these machines, and reaches memcpy's speed on others. {_TABLE} has both.",
+    f"0.56 of memcpy on one of these machines, and reaches memcpy's speed on others ({_TABLE}: both).",
     "long-two": f"as for one agent; {_TWO}",
     "scattered": "within NIXL a read takes about what the raw program takes. The rest of the movement is about 2 ms "
     "for every read of this size, and so a smaller share of a larger one.",

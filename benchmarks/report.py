@@ -1,10 +1,11 @@
 """Writes docs/performance.md, its curves, and RESULTS.md from results.json: `python -m benchmarks.report`.
 
-The prose of docs/performance.md is in performance.template, the reasons for missed goals are in `benchmarks.remarks`.
+The prose is in performance.template and results.template, the reasons for missed goals are in `benchmarks.remarks`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks import breakdown, model, vllm_concurrent_goals, vllm_goals, vllm_prefix_goals
@@ -13,13 +14,12 @@ from benchmarks.handshakes import RANKS
 from benchmarks.limits import ADDED, ALONE, BESIDE, CONNECTING, HANDED, HANDSHAKE, LONG_PAUSED, MET, PAUSED, READ
 from benchmarks.pages import HUGE, SMALL
 from benchmarks.remarks import REMARKS
-from benchmarks.results import RESULTS, Results, shown
+from benchmarks.results import RESULTS, Results, TopicResult, shown
 from benchmarks.spinning import HELPER, SPINS
 from benchmarks.tables import Table
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
-TEMPLATE = FOLDER / "performance.template"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 TABLES = FOLDER / "RESULTS.md"
 
@@ -81,43 +81,36 @@ def reservations(results: Results) -> str:
 def performance(results: Results) -> str:
     """docs/performance.md."""
     costs = model.Costs.of(results)
-    text = TEMPLATE.read_text()
-    for name, value in {
-        "machine": machine(results),
-        "reservations": reservations(results),
-        "goals": goals(results),
-        "reasons": reasons(results),
-        "wall": _time(results, "handshakes", f"all handshakes of {RANKS} ranks with {RANKS} ranks"),
-        "decode": _time(results, "handshakes", "decoding one of their answers and planning with it"),
-        "stages": breakdown.stages(results).lines(),
-        "movement": breakdown.movement(results).lines(),
-        "workers": breakdown.workers(results).lines(),
-        "mooncake": breakdown.beside_mooncake(results).lines(),
-        "paused": f"{results.ratio('limits', PAUSED):.2f}",
-        "long paused": f"{results.ratio('limits', LONG_PAUSED):.2f}",
-        "added short": _time(results, "limits", ADDED[1]),
-        "added long": _time(results, "limits", ADDED[256]),
-        "paused call": _time(results, "limits", PAUSED),
-        "handed": _time(results, "limits", HANDED),
-        "handed echoes": f"{results.ratio('limits', HANDED):.2f}",
-        "met": _time(results, "limits", MET),
-        "met handshake": _time(results, "limits", HANDSHAKE),
-        "met connecting": _time(results, "limits", CONNECTING),
-        "beside steps": f"{results.ratio('limits', BESIDE):.2f}",
-        "read alone": f"{1 / results.quotient('limits', READ, ALONE):.2f}",
-        "read beside": f"{1 / results.ratio('limits', READ):.2f}",
-        "spinning": f"{results.ratio('spinning', SPINS):.0f}",
-        "helper": f"{results.ratio('spinning', HELPER):.2f}",
-        "huge": pages(results),
-        "trips": f"{results.measure('small_reads', 'calls per read').median:.2g}",
-        "line rate": model.at_line_rate(costs).lines(),
-        "fleet": model.fleet(costs).lines(),
-        "check": model.check(costs, results).lines(),
-        "bottleneck": model.bottleneck(costs),
-        "homes": model.several_homes(results).lines(),
-    }.items():
+    return _filled(
+        "performance",
+        {
+            "machine": machine(results),
+            "reservations": reservations(results),
+            "goals": goals(results),
+            "wall": _time(results, "handshakes", f"all handshakes of {RANKS} ranks with {RANKS} ranks"),
+            "decode": _time(results, "handshakes", "decoding one of their answers and planning with it"),
+            "workers": breakdown.workers(results).lines(),
+            "paused": f"{results.ratio('limits', PAUSED):.2f}",
+            "added short": _time(results, "limits", ADDED[1]),
+            "added long": _time(results, "limits", ADDED[256]),
+            "met": _time(results, "limits", MET),
+            "met handshake": _time(results, "limits", HANDSHAKE),
+            "met connecting": _time(results, "limits", CONNECTING),
+            "spinning": f"{results.ratio('spinning', SPINS):.0f}",
+            "huge": pages(results),
+            "trips": f"{results.measure('small_reads', 'calls per read').median:.2g}",
+            "line rate": model.at_line_rate(costs).lines(),
+            "bottleneck": model.bottleneck(costs),
+            "homes": model.at_most_homes(results),
+        },
+    )
+
+
+def _filled(template: str, values: Mapping[str, str]) -> str:
+    text = (FOLDER / f"{template}.template").read_text()
+    for name, value in values.items():
         text = text.replace(f"{{{{ {name} }}}}", value.strip())
-    return text
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
 def pages(results: Results) -> str:
@@ -138,18 +131,36 @@ def _time(results: Results, topic: str, name: str) -> str:
 
 def tables(results: Results) -> str:
     """RESULTS.md."""
-    text = (
-        "# Benchmarks\n\nWritten by `make bench` from [results.json](results.json). Each topic ran in a process "
-        "of its own, with kvferryd in another. Ratios are of medians of one run; every timed run was verified. "
-        "[Performance](../docs/performance.md) says what they mean.\n\n"
-        f"{machine(results)[0].upper()}{machine(results)[1:]}.\n\n"
+    costs = model.Costs.of(results)
+    return _filled(
+        "results",
+        {
+            "machine": machine(results),
+            "reservations": reservations(results),
+            "reasons": reasons(results),
+            "stages": breakdown.stages(results).lines(),
+            "movement": breakdown.movement(results).lines(),
+            "mooncake": breakdown.beside_mooncake(results).lines(),
+            "long paused": f"{results.ratio('limits', LONG_PAUSED):.2f}",
+            "paused call": _time(results, "limits", PAUSED),
+            "handed": _time(results, "limits", HANDED),
+            "handed echoes": f"{results.ratio('limits', HANDED):.2f}",
+            "beside steps": f"{results.ratio('limits', BESIDE):.2f}",
+            "read alone": f"{1 / results.quotient('limits', READ, ALONE):.2f}",
+            "read beside": f"{1 / results.ratio('limits', READ):.2f}",
+            "helper": f"{results.ratio('spinning', HELPER):.2f}",
+            "fleet": model.fleet(costs).lines(),
+            "check": model.check(costs, results).lines(),
+            "several homes": model.several_homes(results).lines(),
+            "topics": "\n".join(_topic(topic) for topic in results.topics.values()),
+        },
     )
-    parts = []
-    for topic in results.topics.values():
-        said = f"{topic.when} UTC, revision {topic.revision}, load {topic.load[0]} before and {topic.load[1]} "
-        f"after, {topic.took} s."
-        parts.append(f"{topic.table().markdown()}\n{said}\n")
-    return text + "\n".join(parts)
+
+
+def _topic(topic: TopicResult) -> str:
+    load = f"load {topic.load[0]} before and {topic.load[1]} after"
+    said = f"{topic.when} UTC, revision {topic.revision}, {load}, {topic.took} s."
+    return f"{topic.table().markdown()}\n{said}\n"
 
 
 def main() -> None:

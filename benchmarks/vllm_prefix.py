@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks.tables import Table
 from benchmarks.vllm_pd import TOKEN_BYTES
 from benchmarks.vllm_prefix_goals import COMPUTED, FETCHED, OWN, SAMPLES, Samples, verdict
-from kvferry.integrations.vllm.params import PREFIX_SOURCE
+from kvferry.integrations.vllm.requests import PREFIX_SOURCE
 from tests.support.node_servers import NodeServerProcess
 from tests.support.vllm_engines import Node, kvferry, make_model, prompt, request
 

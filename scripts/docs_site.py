@@ -27,6 +27,7 @@ PAGES = {
     "benchmarks/RESULTS-vllm.md": "benchmarks-vllm.md",
     "benchmarks/RESULTS-vllm-concurrent.md": "benchmarks-vllm-concurrent.md",
     "benchmarks/RESULTS-vllm-prefix.md": "benchmarks-vllm-prefix.md",
+    "tests/faults/RESULTS.md": "faults.md",
     "examples/README.md": "examples.md",
     "examples/grpcurl.md": "grpcurl.md",
     "protos/kvferry/v1": "reference/rpc.md",

@@ -23,25 +23,28 @@ PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
 
 COMMENT = re.compile(
     r"(?P<code>[A-Z_]+)(?P<paused> with RetryInfo)?: (?P<meaning>.+?)"
-    r"(?: Metadata: (?P<values>.+?))? Next step: (?P<next>.+)"
+    r"(?: Metadata: .+?)? Next step: (?P<next>.+)"
 )
-DOCSTRING = re.compile(r"(?P<meaning>.+?)(?: Values: (?P<values>.+?))? Next step: (?P<next>.+)")
+DOCSTRING = re.compile(r"(?P<meaning>.+?)(?: Values: .+?)? Next step: (?P<next>.+)")
 
 INTRODUCTION = """\
 # Errors
 
-What each error means, whether to repeat the call, and what to do next. `make errors` writes this page from
-[`errors.proto`](../protos/kvferry/v1/errors.proto) and [`kvferry.errors`](reference/errors.md).
+What each error means, and what to do next. `make errors` writes this page from
+[`errors.proto`](../protos/kvferry/v1/errors.proto) and [`kvferry.errors`](reference/errors.md), which also name each
+error's values. Repeat the same call only where an entry says so.
 
-- **In Python** an error is an exception of `kvferry.errors`: `.reason` is its reason, `.values` has the values,
-  `.retryable` and `.retry_after` say whether and when to repeat.
+- **In Python** an error is an exception of `kvferry.errors`, with `.reason`, `.values`, `.retryable` and
+  `.retry_after`.
 - **In other languages** it is a gRPC status with a `google.rpc.ErrorInfo`, which has the reason and the values, and a
   `google.rpc.RetryInfo` where there is a pause ([how to read them](routers.md#other-languages)).
-- **In a log or on a terminal** look for the class or the reason on this page, and see
-  [operations](operations.md#if-something-is-wrong).
 
-"Compute the request" below means that decode computes its prefill itself, as if there were no KV cache to read. vLLM
-does so with `"kv_load_failure_policy": "recompute"`."""
+"Compute the request" means that decode computes the prompt itself. vLLM does so with
+`"kv_load_failure_policy": "recompute"`."""
+
+BASES = """\
+Classes from which others derive ({bases}) stand for what no other class fits, such as a reason of a later version: read
+the message, and the log of the node server that it names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +55,8 @@ class Entry:
         title: the reason, or the name of the class if it has none.
         cls: the exception.
         code: name of the gRPC status code.
-        repeat: whether to repeat the call.
+        repeat: when to repeat the call; empty: never.
         meaning: what it means.
-        values: the values that it has; may be empty.
         next_step: what to do.
     """
 
@@ -63,7 +65,6 @@ class Entry:
     code: str
     repeat: str
     meaning: str
-    values: str
     next_step: str
 
 
@@ -84,26 +85,25 @@ def of_the_contract() -> Iterator[Entry]:
             raise ValueError(
                 f"{value.name}: the comment is not 'CODE: meaning. Next step: …' with the exception's code"
             )
-        repeat = "after the pause that it names" if found["paused"] else _repeat(found["code"])
+        repeat = "repeat it after its pause" if found["paused"] else _repeat(found["code"])
         yield Entry(
             reason,
             classes[reason],
             found["code"],
             repeat,
             _sentence(found["meaning"]),
-            found["values"] or "",
             _sentence(found["next"]),
         )
 
 
 def of_python() -> Iterator[Entry]:
-    """An entry for each exception without a reason, by name.
+    """An entry for each exception that has neither a reason nor derived exceptions, by name.
 
     Raises:
         ValueError: a docstring names no next step.
     """
     for cls in exceptions():
-        if cls.reason:
+        if cls.reason or cls.__subclasses__():
             continue
         said, _, _ = (inspect.getdoc(cls) or "").partition("\n\nAttributes:")
         found = DOCSTRING.fullmatch(" ".join(said.split()))
@@ -115,7 +115,6 @@ def of_python() -> Iterator[Entry]:
             cls.code,
             _repeat(cls.code),
             found["meaning"],
-            found["values"] or "",
             _sentence(found["next"]),
         )
 
@@ -128,34 +127,24 @@ def exceptions() -> list[type[errors.KvferryError]]:
 
 def page() -> str:
     """The whole page."""
-    contract, python = list(of_the_contract()), list(of_python())
-    rows = [
-        f"| [{entry.title}](#{entry.title.lower()}) | `{entry.cls.__name__}` | {entry.code} | {entry.repeat} |"
-        for entry in contract
-    ]
-    table = "\n".join(["| reason | exception | status code | repeat? |", "|---|---|---|---|", *rows])
-    parts = [INTRODUCTION, "## Reasons", "Every reason that a node server or a reader gives.", table]
-    parts += [_entry(entry) for entry in contract]
-    parts += [
-        "## Exceptions without a reason",
-        "They arise in the process that raises them and never cross the wire. Those that others derive from also stand "
-        "for answers whose reason this version does not know.",
-    ]
-    parts += [_entry(entry) for entry in python]
+    parts = [INTRODUCTION, "## Reasons", "Given by node servers and readers."]
+    parts += [_entry(entry) for entry in of_the_contract()]
+    parts += ["## Exceptions without a reason", "They arise in the process that raises them, and never cross the wire."]
+    parts += [_entry(entry) for entry in of_python()]
+    bases = [f"`{cls.__name__}`" for cls in exceptions() if not cls.reason and cls.__subclasses__()]
+    parts.append(BASES.format(bases=", ".join(bases)))
     return "\n\n".join(parts) + "\n"
 
 
 def _entry(entry: Entry) -> str:
-    on_the_wire = f"`{entry.cls.__name__}` · {entry.code} · " if entry.cls.reason else ""
-    values = f" Values: {entry.values}" if entry.values else ""
-    return (
-        f"### {entry.title}\n\n{on_the_wire}repeat: {entry.repeat}\n\n{entry.meaning}{values}\n\n"
-        f"**Next step:** {entry.next_step}"
-    )
+    said = [f"`{entry.cls.__name__}`", entry.code] if entry.cls.reason else []
+    said += [entry.repeat] if entry.repeat else []
+    lines = [f"### {entry.title}", " · ".join(said), entry.meaning, f"**Next step:** {entry.next_step}"]
+    return "\n\n".join(filter(None, lines))
 
 
 def _repeat(code: str) -> str:
-    return "yes, as it is" if code == "UNAVAILABLE" else "no"
+    return "repeat it" if code == "UNAVAILABLE" else ""
 
 
 def _sentence(text: str) -> str:

@@ -6,10 +6,19 @@ import os
 import signal
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
+
+from tests.support.examples import SAME, examples
 
 # No test fails for want of time: how long an example takes says more of the machine.
-settings.register_profile("unhurried", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "unhurried",
+    max_examples=examples(100),
+    derandomize=SAME,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    database=None,
+)
 settings.load_profile("unhurried")
 
 # UCX patches the C library of each process that uses it, to learn what memory is unmapped, and calls sched_yield some
@@ -51,6 +60,11 @@ _unknown: list[str] = []
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Stands here because pytest asks no other folder's conftest.py for options."""
     parser.addoption("--device", default="cuda", choices=("cuda", "cpu"), help="where tests/gpu keeps its caches")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if is_hypothesis_test(getattr(item, "obj", None)):
+        item.add_marker("property")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -240,8 +240,7 @@ class Cache(Closing):
 
         Returns:
             A future of the source ranks that connections are being opened to, done after the handshake, with the errors
-            that `Read.result` would raise; cancelled if the client is closed before. Its callbacks run on the client's
-            event loop, and must not wait.
+            that `Read.result` would raise.
 
         Raises:
             BadReference: the string is not an engine's reference.

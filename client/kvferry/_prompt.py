@@ -87,9 +87,8 @@ class Prompt:
         self.ends: tuple[int, ...] = (self.known,) if self.known else ()
         name = self.adapter.encode()
         begun = hashlib.sha256(_BEGIN + struct.pack("<I", len(name)) + name)
-        self._first = self._latest = self._furthest = (begun, 0)
-        """States of the digest, each after this number of tokens: none, those of the latest `digest`, and the most so
-        far. With the second state, rising marks that lie close to each other cost no more than one mark."""
+        self._states = {0: begun}
+        """States of the digest after these numbers of tokens: a later end costs the tokens since the last before it."""
         self._digests: dict[int, bytes] = {}
         for end in self.ends:
             self.digest(end)
@@ -129,8 +128,7 @@ class Prompt:
         made._tokens = self._tokens + more
         made.adapter, made.inputs = self.adapter, self.inputs
         made.ends = (*self.ends, made.known) if made.known > self.known else self.ends
-        made._first, made._latest, made._furthest = self._first, self._latest, self._furthest
-        made._digests = dict(self._digests)
+        made._states, made._digests = dict(self._states), dict(self._digests)
         return made
 
     def continues(self, other: Prompt) -> bool:
@@ -145,12 +143,10 @@ class Prompt:
             raise InvalidField("end", end, f"1 to {self.known}, as far as the prompt is known")
         found = self._digests.get(end)
         if found is None:
-            begun, hashed = next(each for each in (self._furthest, self._latest, self._first) if each[1] <= end)
-            state = begun.copy()
+            hashed = max(known for known in self._states if known <= end)
+            state = self._states[hashed].copy()
             state.update(self._tokens[4 * hashed : 4 * end])
-            self._latest = state.copy(), end
-            if end > self._furthest[1]:
-                self._furthest = self._latest
+            self._states[end] = state.copy()
             for each in self.inputs:
                 if each.offset < end:
                     name = each.identifier.encode()

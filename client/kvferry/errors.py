@@ -1,23 +1,5 @@
 """All errors of kvferry, and the only table that maps them to status codes and back.
 
-    KvferryError
-    ├── InvalidInput (ValueError)   an argument is wrong; repeating will not help: InvalidField, DeadlineRequired,
-    │                               BadGeometry, LayoutMismatch, BadReference, BadBlock, BlocksShort, PartiesMismatch
-    ├── WrongState                  the call comes at the wrong time; the message names the missing step
-    ├── Refused                     the peer rejects the request and gives a reason: Incompatible, WrongKey,
-    │                               WrongSession, WrongIdentity, NotAllowed, CacheDiffers, EngineIdInUse,
-    │                               PeerRestarted, LeaseEnded, NotPublished, PublicationAborted, RouterKeyUsed,
-    │                               ContractDiffers, WatchTakenOver, RelayLoop, AgentsWithheld, HomeNotAllowed,
-    │                               NotImplementedHere
-    ├── NotFound                    EngineUnknown, EngineNotListed, PublicationStale, PublicationReleased, PrefixMiss
-    ├── Unavailable                 retry as is: EngineIncomplete, HomeRecovering, ServerDraining, Unreachable,
-    │                               DirectoryUnavailable, LimitReached
-    ├── TransferError               a read failed; .quiet says whether its blocks may be reused: TransferFailed,
-    │                               TransferExpired, TransferCancelled, TransferStuck, DataLoss, PromptMismatch,
-    │                               PromptUnmarked
-    └── others                      MessageTooLarge, PublicationTimeout (TimeoutError), BadAgentMetadata, NixlError,
-                                    NixlMissing, WrongThread, ForkedClient, Closed, InternalError
-
 Messages are for people. Programs use `.reason`, and `.values`, which has every dynamic part of the message.
 """
 
@@ -478,9 +460,8 @@ class WrongThread(KvferryError):
 
 
 class ForkedClient(KvferryError):
-    """A client was used in a child of the process that made it. Neither gRPC nor NIXL survives a fork: make a client in
-    the child.
-    Next step: make a client after the fork, in the child."""
+    """A client was used in a child of the process that made it: neither gRPC nor NIXL survives a fork.
+    Next step: make a client in the child, after the fork."""
 
 
 class Closed(KvferryError):

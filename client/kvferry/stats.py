@@ -150,14 +150,14 @@ class ReadStats:
     )
     failures: Counter[str] = counter(
         "kvferry_reader_failures",
-        "Reads that failed, expired or were not granted, by the class of their error. PromptMismatch is there from the "
-        "start, so that its alert sees the first one; others begin with the first such read.",
+        "Reads that failed, expired or were not granted, by the class of their error. Other classes than "
+        "PromptMismatch begin with the first such read.",
         reason=("PromptMismatch",),
     )
     prompts: Counter[str] = counter(
         "kvferry_reader_prompts",
-        "Reads that are done. matched: their source has marked the same prompt; unmarked: it has not marked what was "
-        "read; unknown: nothing was compared.",
+        "Reads that are done. matched: their source marked the same prompt; unmarked: it did not mark what was read; "
+        "unknown: nothing was compared.",
         prompt=("matched", "unmarked", "unknown"),
     )
     stages: Counter[str] = gauge(
@@ -167,24 +167,21 @@ class ReadStats:
     )
     wait: Distribution = histogram(
         "kvferry_reader_wait_seconds",
-        "From the request until the source's home promised its blocks: mostly the source's computing. Of reads that "
-        "are done.",
+        "From the request until the source's home promised its blocks: mostly the source's computing.",
     )
     grant: Distribution = histogram(
         "kvferry_reader_grant_seconds",
-        "From the promise until all blocks were known, or the first of a progressive read. Of reads that are done.",
+        "From the promise until all blocks were known, or the first of a progressive read.",
     )
     attach: Distribution = histogram(
         "kvferry_reader_attach_seconds",
-        "From there until the engine had blocks to read into. Of reads that are done.",
+        "From there until the engine had blocks to read into.",
     )
     judge: Distribution = histogram(
         "kvferry_reader_judge_seconds",
-        "From the end of the last rank until the home's verdict. Of reads that are done.",
+        "From the end of the last rank until the home's verdict.",
     )
-    size: Distribution = histogram(
-        "kvferry_reader_read_bytes", "Bytes of a read that is done, by all ranks.", bounds=SIZES
-    )
+    size: Distribution = histogram("kvferry_reader_read_bytes", "Bytes of a read, by all ranks.", bounds=SIZES)
 
 
 @dataclass(slots=True)
@@ -210,7 +207,7 @@ class TransportGauges:
     agents: int = gauge("kvferry_reader_agents", "NIXL agents that read, retired ones included.")
     retired_agents: int = gauge(
         "kvferry_reader_retired_agents",
-        "NIXL agents that get no new work, and are destroyed as soon as that is safe.",
+        "NIXL agents that get no new work, and are destroyed once that is safe.",
     )
     agents_retired: int = counter("kvferry_reader_agents_retired", "NIXL agents that were ever retired.")
     staging_slots: int = gauge("kvferry_reader_staging_slots", "Slots of staging memory in use.")
@@ -234,11 +231,11 @@ class RankStats(TransportGauges):
     )
     move: Distribution = histogram(
         "kvferry_reader_move_seconds",
-        "Transfer of a rank, until its last byte or its failure; of a progressive read, its transfers together.",
+        "A rank's transfer, until its last byte or its failure; of a progressive read, its transfers together.",
     )
     steps: Distribution = histogram(
         "kvferry_reader_steps_seconds",
-        "Of a progressive read: a rank has moved all that its source has published, and waits for more.",
+        "Of a progressive read: a rank waits for more to be published.",
     )
     bytes: int = counter("kvferry_reader_bytes", "Bytes that have arrived at the ranks of this process.")
     staged_bytes: int = counter("kvferry_reader_staged_bytes", "Those of them that went through staging memory.")

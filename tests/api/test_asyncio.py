@@ -8,7 +8,6 @@ import logging
 import pytest
 
 from kvferry import AsyncClient, Blocks, EngineSpec, Group, IntegrityOptions, ReleaseOutcome
-from kvferry.aio import AsyncSession
 from kvferry.errors import KvferryError
 from tests.api.conftest import AXES, BLOCKS, TOKENS, array
 from tests.support.identifiers import unique_id
@@ -25,45 +24,47 @@ async def test_two_engines_on_one_loop(node: str) -> None:
         reader = await client.register_cache(
             EngineSpec(unique_id("reader"), (GROUP,)), tensors={"l": mine}, axes=AXES, labels={"tp_rank": 0}
         )
-        session = AsyncSession(source.session)
-        assert session.spec == spec
-        assert await asyncio.wrap_future(reader.warm(source.engine_reference)) == (0,)
-        assert session.engine_reference == source.engine_reference
-        assert session.token.engine_id == spec.engine_id
+        assert (source.spec, source.rank.rank, source.session.spec) == (spec, 0, spec)
+        assert source.reuse_after >= 0.0
+        reader.prepare()
+        assert await reader.warm(source.engine_reference) == (0,)
+        assert source.engine_reference == source.session.engine_reference
+        assert source.session.token.engine_id == spec.engine_id
 
         first = {"full": Blocks([3])}
-        publication = await session.publish("request", first, last=False, checksums=True)
+        publication = await source.session.publish("request", first, last=False, checksums=True)
         rest = {"full": Blocks([4], first_token=TOKENS)}
-        await session.publish_more(publication, rest, last=True, payload=b"token")
-        assert await asyncio.wrap_future(source.checksum(publication.number, first, last=False)) > 0
-        assert await asyncio.wrap_future(source.checksum(publication.number, rest)) > 0
-        assert await session.unreleased() == (publication,)
+        await source.session.publish_more(publication, rest, last=True, payload=b"token")
+        assert await source.checksum(publication.number, first, last=False) > 0
+        assert await source.checksum(publication.number, rest) > 0
+        assert await source.session.unreleased() == (publication,)
         result = await reader.read(publication.reference, {"full": Blocks([1, 2])})
         assert (result.payload, result.confirmed) == (b"token", True)
         assert result.verification is not None
         assert (mine[:, 1:3] == 7).all()
         assert reader.gauges().bytes_moved >= result.bytes
-        (release,) = await session.released(timeout=20.0)
+        (release,) = await source.session.released(timeout=20.0)
         assert release.outcome is ReleaseOutcome.READ
         assert str(release) == (
             f"publication 1 of request 'request': READ; valid by '{reader.spec.engine_id}' "
             f"(1 of 1 ranks, {result.bytes} bytes)"
         )
 
-        declined = await session.publish("declined", {"full": Blocks([5])})
+        declined = await source.session.publish("declined", {"full": Blocks([5])})
         await client.decline(declined.reference, timeout=10.0)
-        aborted = await session.publish("aborted", {"full": Blocks([6])}, last=False)
-        await session.abort(aborted)
-        found = [*await session.released(timeout=20.0)]
+        aborted = await source.session.publish("aborted", {"full": Blocks([6])}, last=False)
+        await source.session.abort(aborted)
+        found = [*await source.session.released(timeout=20.0)]
         while len(found) < 2:
-            found += await session.released(timeout=20.0)
+            found += await source.session.released(timeout=20.0)
         outcomes = {each.request_id: each.outcome for each in found}
         assert outcomes == {"declined": ReleaseOutcome.DECLINED, "aborted": ReleaseOutcome.ABORTED}
 
         opened = await client.open_engine(EngineSpec(unique_id("other"), (GROUP,)), timeout=20.0)
         await opened.close()
-    with pytest.raises(KvferryError):
-        reader.prepare()
+        await reader.close(timeout=5.0)
+        with pytest.raises(KvferryError):
+            reader.prepare()
 
 
 async def test_a_warm_up_that_nobody_waits_for_ends_in_silence(node: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -71,11 +72,11 @@ async def test_a_warm_up_that_nobody_waits_for_ends_in_silence(node: str, caplog
         tensors = {"l": array()}
         source = await client.register_cache(EngineSpec(unique_id("source"), (GROUP,)), tensors=tensors, axes=AXES)
         reader = await client.register_cache(EngineSpec(unique_id("reader"), (GROUP,)), tensors=tensors, axes=AXES)
-        warming = asyncio.wrap_future(reader.warm(source.engine_reference))
+        warming = asyncio.ensure_future(reader.warm(source.engine_reference))
         await asyncio.sleep(0)
         warming.cancel()
         with pytest.raises(asyncio.CancelledError):
             await warming
-        # The next one is not affected.
-        assert await asyncio.wrap_future(reader.warm(source.engine_reference)) == (0,)
+        # It goes on, and the next one finds what it has made.
+        assert await reader.warm(source.engine_reference) == (0,)
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvferry import AsyncClient, Blocks, Cache, EngineSession, EngineSpec, Group, SchedulerPort, WorkerPort
-from kvferry.aio import AsyncSession
+from kvferry.aio import AsyncSchedulerPort
 from kvferry.errors import Closed, TransferCancelled, WrongState
 from kvferry.testing import Fabric
 
@@ -31,17 +31,16 @@ def test_releases_are_yielded_as_they_come_until_the_session_is_closed() -> None
         async with AsyncClient(fabric.address) as source, AsyncClient(fabric.address) as reader:
             prefill = await source.register_cache(spec("p"), tensors={"layer": memory(7)}, axes=AXES)
             decode = await reader.register_cache(spec("d"), tensors={"layer": memory(0)}, axes=AXES)
-            session = AsyncSession(prefill.session)
 
             async def collect() -> None:
-                async for release in session.releases():
+                async for release in prefill.session.releases():
                     found.append(release.request_id)
                     if len(found) == 2:
-                        await session.close()
+                        await prefill.session.close()
 
             collecting = asyncio.create_task(collect())
             for name in ("one", "two"):
-                publication = await session.publish(name, {"full": Blocks([1])})
+                publication = await prefill.session.publish(name, {"full": Blocks([1])})
                 await decode.read(publication.reference, {"full": Blocks([2])})
             await asyncio.wait_for(collecting, SOON)
         return found
@@ -91,13 +90,17 @@ def test_an_engine_without_ports_is_quiet_when_each_read_is() -> None:
         assert mine[:, 2:4].all()
 
 
-def test_sessions_in_asyncio_are_closed_at_the_end_of_their_block() -> None:
+def test_caches_and_sessions_in_asyncio_are_closed_at_the_end_of_their_block() -> None:
     async def main(fabric: Fabric) -> None:
         async with AsyncClient(fabric.address) as client:
             async with await client.open_engine(spec("p")) as session:
                 assert await session.unreleased() == ()
             with pytest.raises(Closed):
                 await session.publish("late", {"full": Blocks([1])})
+            async with await client.register_cache(spec("d"), tensors={"layer": memory(0)}, axes=AXES) as cache:
+                cache.prepare()
+            with pytest.raises(Closed):
+                cache.prepare()
 
     with Fabric() as fabric:
         asyncio.run(main(fabric))
@@ -108,10 +111,10 @@ def test_a_scheduler_in_asyncio_waits_for_its_news() -> None:
         mine = memory(0)
         async with AsyncClient(fabric.address) as source, AsyncClient(fabric.address) as client:
             prefill = await source.register_cache(spec("p"), tensors={"layer": memory(7)}, axes=AXES)
-            with await asyncio.to_thread(SchedulerPort, client.sync, spec("d")) as port:
+            async with await AsyncSchedulerPort.open(client, spec("d")) as port:
                 worker = WorkerPort(client.sync, port.spec)
                 await asyncio.to_thread(worker.register, {"layer": mine}, axes=AXES)
-                publication = await AsyncSession(prefill.session).publish("mine", {"full": Blocks([1])})
+                publication = await prefill.session.publish("mine", {"full": Blocks([1])})
                 port.acquire("mine", publication.reference)
                 while port.granted("mine") is None:
                     assert await port.until_news(SOON)

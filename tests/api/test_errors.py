@@ -22,10 +22,8 @@ def test_every_reason_of_the_contract_has_one_error_and_every_error_a_reason_of_
     assert len({cls.reason for cls in WITH_REASON}) == len(WITH_REASON)
 
 
-def test_every_error_is_in_the_tree_and_exported() -> None:
-    tree = errors.__doc__ or ""
+def test_every_error_is_exported() -> None:
     for cls in ALL:
-        assert cls.__name__ in tree
         assert cls.__name__ in errors.__all__
         assert cls.__module__ == "kvferry.errors"
 

@@ -15,7 +15,7 @@ import kvferry
 import kvferry.aio
 import kvferry.engine
 from kvferry import Cache, Client, EngineSession
-from kvferry.aio import AsyncClient, AsyncSession
+from kvferry.aio import AsyncCache, AsyncClient, AsyncSession
 
 PUBLIC: list[type] = [
     Client,
@@ -24,6 +24,7 @@ PUBLIC: list[type] = [
     kvferry.Read,
     kvferry.EmbeddedServer,
     AsyncClient,
+    AsyncCache,
     AsyncSession,
     kvferry.engine.SchedulerPort,
     kvferry.engine.WorkerPort,
@@ -99,7 +100,7 @@ def options(method: Callable[..., Any], *, without: str = "self") -> list[tuple[
     return [(each.name, hints.get(each.name), each.default) for each in signature if each.name != without]
 
 
-@pytest.mark.parametrize(("sync", "later"), [(Client, AsyncClient), (EngineSession, AsyncSession)])
+@pytest.mark.parametrize(("sync", "later"), [(Client, AsyncClient), (Cache, AsyncCache), (EngineSession, AsyncSession)])
 def test_asyncio_has_the_methods_of_threads(sync: type, later: type) -> None:
     mine, theirs = dict(methods(sync)), dict(methods(later))
     assert set(mine) == set(theirs)

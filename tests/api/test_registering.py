@@ -153,14 +153,14 @@ def quantised() -> torch.Tensor:
 class Producer:
     """An array of a library that kvferry does not know, which has DLPack only."""
 
-    def __init__(self, array: Any, device: int = 1) -> None:
-        self._array, self._device = array, device
+    def __init__(self, array: Any) -> None:
+        self._array = array
 
     def __dlpack__(self, **options: Any) -> Any:
         return self._array.__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return self._device, 0
+        return 1, 0
 
 
 class Copies(Producer):
@@ -222,16 +222,12 @@ def test_types_that_numpy_lacks_are_shared_with_torch() -> None:
         (lambda: torch.zeros(array().shape, device="meta"), "meta"),
         (quantised, "scales and zero points"),
         (lambda: b"1234", "read-only"),
-        (
-            lambda: Producer(np.zeros(4), device=8),
-            "device of DLPack's type 8, which kvferry does not know; describe its",
-        ),
         (lambda: Producer(np.broadcast_to(np.uint32(0), array().shape)), "read-only"),
         (lambda: Copies(array()), "gives copies of its memory"),
         (lambda: Fails(array()), "ValueError: the array was donated"),
-        (lambda: np.ndarray, "is a class"),
-        (lambda: None, "neither a torch tensor nor a numpy array"),
-        (lambda: [[1, 2]], "neither a torch tensor nor a numpy array"),
+        (lambda: np.ndarray, "does not share its memory: TypeError"),
+        (lambda: None, "does not share its memory: TypeError"),
+        (lambda: [[1, 2]], "does not share its memory: TypeError"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -1,4 +1,4 @@
-"""A client has few threads, all of them known to docs/threads.md, and leaves none behind."""
+"""A client has few threads, all of them known to docs/architecture.md, and leaves none behind."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def test_threads_after_a_read_are_one_loop_one_per_watch_and_those_of_grpc_and_n
         names = sorted(name_of(each) for each in running() - before)
     mine_only = [name for name in names if name not in SERVERS]
     assert len(mine_only) == 5, names
-    table = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs" / "threads.md").read_text(), re.MULTILINE)
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = re.findall(r"^\| (`.*?`) \|", page.partition("\n## Threads\n")[2].partition("\n## ")[0], re.MULTILINE)
     known = [pattern.replace("…", "*") for row in table for pattern in re.findall(r"`(.*?)`", row)]
     known = [re.sub(r"^Thread-\* \((.*)\)$", r"\1", pattern) for pattern in known]
     assert not [name for name in mine_only if not any(fnmatch.fnmatchcase(name, pattern) for pattern in known)]

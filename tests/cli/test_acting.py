@@ -20,7 +20,7 @@ import pytest
 
 from kvferry._wire.authority import new_session_secret
 from kvferry._wire.channel import connect
-from kvferry._wire.reference import parse_reference
+from kvferry._wire.reference import router_reference
 from kvferry.v1 import errors_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.cli.conftest import open_engine, registration
@@ -177,13 +177,9 @@ def test_abort_ends_a_publication(scene: Scene) -> None:
     assert scene.run("abort", "aborted", "2", "--yes").stderr.rstrip().endswith("[PUBLICATION_STALE]")
 
 
-def test_reference_is_made_waited_for_and_declined(scene: Scene) -> None:
+def test_reference_is_waited_for_and_declined(scene: Scene) -> None:
     scene.engine("routed")
-    made = scene.run("reference", "routed", scene.server.advertise, "--router-key", "room-7").stdout.strip()
-    parsed = parse_reference(made)
-    assert (parsed.home, parsed.engine_id, parsed.router_key) == (scene.server.advertise, "routed", "room-7")
-    assert scene.run("reference", "routed").stdout != scene.run("reference", "routed").stdout
-    assert scene.run("reference", "").returncode == 1
+    made = router_reference(scene.server.advertise, "routed", router_key="room-7")
     scene.reference = made
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(scene.read, "waiter")
@@ -196,7 +192,7 @@ def test_reference_is_made_waited_for_and_declined(scene: Scene) -> None:
         with pytest.raises(grpc.RpcError, match="declined before it came"):
             waiting.result(20)
     assert "error" not in scene.answer("decline", made)["results"][0]
-    unknown = scene.run("decline", scene.run("reference", "nobody").stdout.strip())
+    unknown = scene.run("decline", router_reference("", "nobody"))
     assert unknown.returncode == 1
     assert "[ENGINE_UNKNOWN]" in unknown.stderr
     command = [sys.executable, "-m", "kvferry._cli", "decline", "--server", scene.server.address]

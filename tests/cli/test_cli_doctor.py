@@ -32,7 +32,7 @@ def test_problem_is_shown_with_its_remedy_and_ends_with_1(tmp_path: Path) -> Non
     assert "warning  environment: UCX_TLS=tcp" in done.stdout
     assert "To do: Add cma to UCX_TLS, or unset it." in done.stdout
     assert "problem  peer: " in done.stdout
-    assert done.stdout.rstrip().endswith("1 problem, 1 warning. docs/doctor.md lists all findings.")
+    assert done.stdout.rstrip().endswith("1 problem, 1 warning. docs/doctor.md lists the checks.")
     assert "\x1b" not in done.stdout
 
 

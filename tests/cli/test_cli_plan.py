@@ -51,20 +51,6 @@ def test_text_names_every_read_and_the_totals(files: dict[str, str]) -> None:
     assert "total        4 reads, 2,048 B/token" in lines
 
 
-def test_plan_of_one_rank(files: dict[str, str]) -> None:
-    result = run("--source", files["p"], "--destination", files["d"], "--rank", "1,0", "--json")
-    (rank,) = json.loads(result.stdout)["ranks"]
-    assert (rank["tp_rank"], rank["pp_rank"]) == (1, 0)
-    assert [read["units"] for read in rank["reads"]] == [[4, 6], [6, 8]]
-
-
-@pytest.mark.parametrize(("rank", "problem"), [("7", "has no rank 7"), ("x", "not TP or TP,PP"), ("0,0,0", "not TP")])
-def test_ranks_that_do_not_exist_are_wrong_usage(files: dict[str, str], rank: str, problem: str) -> None:
-    result = run("--source", files["p"], "--destination", files["d"], "--rank", rank)
-    assert result.exit_code == 2
-    assert problem in result.output
-
-
 def test_impossible_pair_exits_with_2_and_the_reason(files: dict[str, str]) -> None:
     result = run("--source", files["p"], "--destination", files["other"], "--json")
     assert result.exit_code == 2

@@ -4,7 +4,6 @@ once."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -85,12 +84,10 @@ def plan(*arguments: str) -> dict[str, Any]:
     return found
 
 
-def held(engine: EngineGeometry, wanted: Callable[[str], bool] = lambda layer: True) -> tuple[Fraction, int]:
+def held(engine: EngineGeometry) -> tuple[Fraction, int]:
     """Bytes that all ranks hold: of a token, and of a request's states."""
     per_token, per_request = Fraction(0), 0
     for _, plane in engine.planes():
-        if not wanted(plane.layer):
-            continue
         if engine.group(plane.group).kind is GroupKind.STATE:
             per_request += plane.bytes_per_block
         else:
@@ -109,24 +106,6 @@ def test_differences_of_every_kind_are_planned_from_files_and_read_every_byte_on
     assert totals["bytes_per_token"] == pytest.approx(float(per_token), rel=1e-6)
     assert totals["bytes_per_request"] == per_request
     assert [rank["uncovered"] for rank in found["ranks"]] == [[]] * len(found["ranks"])
-
-
-def test_layers_can_be_planned_alone() -> None:
-    source, destination = (str(EXAMPLES / f"llama3-8b-tp{size}.json") for size in (4, 2))
-    found = plan("--source", source, "--destination", destination, "--layers", "4:6")
-    assert {str(read["layers"]) for rank in found["ranks"] for read in rank["reads"]} == {"[[4, 6]]"}
-    whole, _ = held(geometry_file.load(destination), lambda layer: layer in ("layers.4", "layers.5"))
-    assert found["totals"]["bytes_per_token"] == whole
-
-
-@pytest.mark.parametrize(
-    ("layers", "problem"), [("4", "not A:B"), ("6:4", "not A:B"), ("-1:4", "not A:B"), ("30:33", "there are 32 layers")]
-)
-def test_layers_that_do_not_exist_are_wrong_usage(layers: str, problem: str) -> None:
-    path = str(EXAMPLES / "llama3-8b-tp4.json")
-    result = CliRunner().invoke(app, ["plan", "--source", path, "--destination", path, "--layers", layers])
-    assert result.exit_code == 2
-    assert problem in result.output
 
 
 def test_live_engine_given_as_a_file_gets_an_error_with_the_right_option() -> None:

@@ -17,10 +17,11 @@ import pytest
 from kvferry import Blocks, Client, EngineSpec
 from kvferry._cache import runtime_of
 from kvferry._clock import now, to_duration
+from kvferry._control import granted_steps
 from kvferry._control.acquisition import Acquired
 from kvferry._control.block_use import BlockUse
 from kvferry._control.connection import Control
-from kvferry._control.granted_steps import GRANT_BYTES, GrantedPart
+from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.publications import Publication
 from kvferry._control.publish import PublishMore
@@ -123,9 +124,10 @@ def test_a_call_without_a_thread_is_refused_and_the_next_one_goes_on(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_grant_beyond_the_size_limit_is_refused(tmp_path: Path) -> None:
+def test_a_grant_beyond_the_size_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(granted_steps, "GRANT_BYTES", 16 << 20)
     sent: list[int] = []
-    ids = pb.GroupBlocks(group="full", run_starts=range(1 << 20, (1 << 20) + 500_000), run_counts=[1] * 500_000)
+    ids = pb.GroupBlocks(group="full", run_starts=range(1 << 20, (1 << 20) + 100_000), run_counts=[1] * 100_000)
 
     def endless(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         if not request.lease_id:
@@ -138,7 +140,7 @@ def test_a_grant_beyond_the_size_limit_is_refused(tmp_path: Path) -> None:
         read.start()
         assert isinstance(read.outcome(), InvalidField)
         assert len(read.given_back) == 1
-        assert sum(sent) < 2 * GRANT_BYTES
+        assert sum(sent) < 2 * granted_steps.GRANT_BYTES
 
 
 def test_a_delay_that_a_home_asks_for_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from kvferry._wire.channel import MAX_MESSAGE_BYTES, MAX_NOTIFY_BYTES
 from kvferry.errors import KvferryError, MessageTooLarge
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.support.blocking_control import BlockingControl
+from tests.support.examples import examples
 from tests.support.identifiers import unique_id
 from tests.support.node_servers import NodeServerProcess
 from tests.support.offering import offered
@@ -48,7 +49,7 @@ def published(size: int) -> pb.Notification:
     ),
     repeat=st.integers(1, 30),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_any_notifications_go_out_in_order_and_within_the_limits(sizes: list[int], repeat: int) -> None:
     told = [published(size) for size in sizes] * (repeat if sum(sizes) < 1 << 20 else 1)
     requests = list(batches(SENDER, told, session_secret=b"s" * 32))

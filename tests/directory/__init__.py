@@ -1,1 +1,1 @@
-"""Directories in files, DNS and etcd, and their use by clients, node servers and the command line."""
+"""Directories in files and etcd, and their use by clients, node servers and the command line."""

@@ -16,7 +16,6 @@ from kvferry._directory import etcd as etcd_module
 from kvferry._directory.etcd import EtcdDirectory
 from kvferry._directory.opening import open_directory
 from kvferry.errors import DirectoryUnavailable
-from tests.directory.conftest import problem
 from tests.support.certificates import Authority
 from tests.support.etcd import Etcd
 from tests.support.node_servers import free_port
@@ -212,7 +211,7 @@ def test_entries_that_are_no_listings_do_not_affect_others(
     home.publish(HERE, [Listing("good", HERE)], 30.0)
     until(lambda: lists(reader, "good"))
     assert reader.listed() == Listed(frozenset({HERE}), (Listing("good", HERE),))
-    # Each key is named once, however often the directory is read; foreign keys are not mentioned.
+    # Each key is named by each reader; foreign keys are not mentioned.
     other = opened(etcd.url)
     until(lambda: lists(other, "good"))
     home.publish(HERE, [Listing("good", HERE), Listing("more", HERE)], 30.0)
@@ -221,35 +220,6 @@ def test_entries_that_are_no_listings_do_not_affect_others(
     for key in ("'/fleet/engines/x/y'", "'/fleet/engines/x/z'", "'/fleet/homes/unix%3A%2Frun'", "'/fleet/homes/%FF'"):
         assert sum(key in line for line in named) == 2, key
     assert len(named) == 8
-
-
-def test_very_large_entries_do_not_fill_a_readers_memory(
-    etcd: Etcd, opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    home = opened(etcd.url)
-    home.publish(HERE, [Listing(f"engine-{number}", HERE) for number in range(3)], 30.0)
-    for limit, value, said in (("MAX_KEYS", 3, "more than 3 listings"), ("MAX_BYTES", 200, "more than 200 bytes")):
-        with monkeypatch.context() as patch:
-            patch.setattr(etcd_module, limit, value)
-            crowded = opened(etcd.url)
-            until(lambda: said in problem(crowded))  # noqa: B023
-            assert not crowded.wait(0)
-
-
-def test_keys_without_a_listing_fill_neither_the_log_nor_the_memory_of_a_reader(
-    etcd: Etcd, opened: Open, caplog: pytest.LogCaptureFixture
-) -> None:
-    reader = opened(etcd.url)
-    assert reader.wait(30)
-    for begin in ("homes/", "homes/h%3A", "engines/a/"):
-        etcd.put(f"/fleet/{begin}{'9' * 300_000}", Listing("a", HERE).to_json())
-    etcd.put("/fleet/homes/10.0.0.1%3A7423", b"{}")
-    until(lambda: HERE in reader.listed().homes)
-    named = [record.getMessage() for record in caplog.records if "is not a listing" in record.getMessage()]
-    assert len(named) == 3
-    assert all(len(line) < 1000 for line in named)
-    assert isinstance(reader, EtcdDirectory)
-    assert sum(map(len, reader._entries._named)) < 1000
 
 
 def test_engine_is_listed_only_under_its_own_key(etcd: Etcd, opened: Open, caplog: pytest.LogCaptureFixture) -> None:
@@ -273,36 +243,6 @@ def test_engine_is_listed_only_under_its_own_key(etcd: Etcd, opened: Open, caplo
     # A listing that becomes junk is no longer listed.
     etcd.put("/fleet/engines/good/10.0.0.1%3A7423", Listing("theirs", HERE).to_json())
     until(lambda: not reader.listed().engines)
-
-
-def test_values_too_large_for_an_answer_do_not_hide_other_listings(
-    etcd: Etcd, opened: Open, caplog: pytest.LogCaptureFixture
-) -> None:
-    home, running = opened(etcd.url), opened(etcd.url)
-    home.publish(HERE, [Listing("engine", HERE)], 60.0)
-    until(lambda: lists(running, "engine"))
-    for number in range(5):
-        etcd.put(f"/fleet/engines/a/junk-{number}", b"x" * 1_000_000)
-    later = opened(etcd.url)
-    assert later.wait(30)
-    assert later.listed() == Listed(frozenset({HERE}), (Listing("engine", HERE),))
-    # Running readers receive later changes.
-    home.publish(HERE, [Listing("engine", HERE), Listing("next", HERE)], 60.0)
-    until(lambda: lists(running, "next") and lists(later, "next"))
-    assert "cannot be read" not in caplog.text
-
-
-def test_key_whose_value_is_larger_than_any_answer_is_left_out_and_named(
-    opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with Etcd(tmp_path, flags=("--max-request-bytes", "8000000")) as large:
-        home = opened(large.url)
-        home.publish(HERE, [Listing(f"engine-{number}", HERE) for number in range(4)], 60.0)
-        large.put("/fleet/engines/engine-1/huge", b"x" * 6_000_000)
-        reader = opened(large.url)
-        assert reader.wait(30)
-        assert [listing.engine_id for listing in reader.listed().engines] == [f"engine-{n}" for n in range(4)]
-        assert caplog.text.count("'/fleet/engines/engine-1/huge'") == 1
 
 
 def test_valid_listings_that_are_large_together_are_read(etcd: Etcd, opened: Open) -> None:

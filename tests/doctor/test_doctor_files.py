@@ -20,12 +20,6 @@ GPU = {
     "/proc/driver/nvidia/gpus/0000:01:00.0/information": "Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 130\n",
     "/dev/nvidia0": "",
 }
-ETH0 = {
-    "/sys/class/net/eth0/operstate": "up\n",
-    "/sys/class/net/eth0/speed": "1000\n",
-    "/sys/class/net/eth0/mtu": "1500\n",
-    "/sys/class/net/lo/operstate": "unknown\n",
-}
 
 
 def seen(root: Path, *trees: dict[str, str], **env: str) -> Host:
@@ -49,32 +43,15 @@ def test_locked_memory_matters_only_with_rdma(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
 
 
-def test_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu(tmp_path: Path) -> None:
     host = seen(tmp_path, GPU)
-    monkeypatch.setattr(system, "version_of", lambda package: "2.13.0+cpu")
     found = system.gpu(host)
-    assert names(found) == {"gpu-found", "gpu-torch-for-cpu"}
+    assert names(found) == {"gpu-found"}
     assert "H100" in found[0].found
-    monkeypatch.setattr(system, "version_of", lambda package: "2.13.0+cu130")
-    assert names(system.gpu(host)) == {"gpu-found"}
-    assert "gpu-hidden" in names(system.gpu(seen(tmp_path, CUDA_VISIBLE_DEVICES="")))
     assert "gpu-no-peer-memory" in names(system.gpu(seen(tmp_path, MLX5)))
     write(tmp_path, {"/proc/modules": "nvidia_peermem 16384 0 - Live 0x0\n"})
     assert "gpu-no-peer-memory" not in names(system.gpu(host))
-    (tmp_path / "dev/nvidia0").unlink()
-    assert "gpu-not-given" in names(system.gpu(host))
     assert names(system.gpu(Host(root=tmp_path / "none"))) == {"gpu-none"}
-
-
-def test_network_cards(tmp_path: Path) -> None:
-    host = seen(tmp_path, ETH0)
-    assert names(system.network(host)) == {"network-slow"}
-    write(tmp_path, {"/sys/class/net/eth0/speed": "100000\n"})
-    found = system.network(host)
-    assert names(found) == {"network-found"}
-    assert "eth0 (100 Gbit/s, MTU 1500)" in found[0].found
-    write(tmp_path, {"/sys/class/net/eth0/operstate": "down\n"})
-    assert names(system.network(host)) == {"network-loopback-only"}
 
 
 @pytest.mark.parametrize(
@@ -89,16 +66,10 @@ def test_network_cards(tmp_path: Path) -> None:
         ({"UCX_TLS": "^cma"}, [], "ucx-tls-without-cma"),
         ({"UCX_TLS": "tcp,cma"}, [MLX5], "ucx-tls-without-rdma"),
         ({"UCX_TLS": "tcp,cma"}, [GPU], "ucx-tls-without-cuda"),
-        ({"UCX_NET_DEVICES": "mlx5_7:1"}, [MLX5], "ucx-net-devices-missing"),
-        ({"UCX_NET_DEVICES": "mlx5_0:1,eth0"}, [MLX5, ETH0], "environment-clear"),
         ({"UCX_TCP_RX_SEG_SIZE": "8k"}, [], "ucx-tcp-segments"),
         ({"UCX_TCP_RX_SEG_SIZE": "1m"}, [], "environment-clear"),
         ({"UCX_TCP_USER_TIMEOUT": "5s"}, [], "ucx-tcp-user-timeout"),
         ({"UCX_RCACHE_MAX_UNRELEASED": "inf"}, [], "ucx-rcache-unbounded"),
-        ({"UCX_LOG_LEVEL": "DEBUG"}, [], "verbose-logging"),
-        ({"GRPC_TRACE": "http"}, [], "verbose-logging"),
-        ({"GRPC_DEFAULT_SSL_ROOTS_FILE_PATH": "/none.pem"}, [], "grpc-roots-missing"),
-        ({"NIXL_PLUGIN_DIR": "/none"}, [], "nixl-plugins-missing"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, [], "torch-expandable-segments"),
     ],
 )
@@ -117,31 +88,11 @@ def test_huge_pages_that_are_off_or_given_only_on_request_are_found(tmp_path: Pa
     assert names(system.huge_pages(Host(root=tmp_path / "none"))) == {"huge-pages-off"}
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_quota_of_the_container(tmp_path: Path, version: int) -> None:
-    if version == 2:
-        folder = "/sys/fs/cgroup/pods/one"
-        write(tmp_path, {"/proc/self/cgroup": "0::/pods/one\n", f"{folder}/cpu.max": "150000 100000\n"})
-    else:
-        folder = "/sys/fs/cgroup/cpu"
-        write(tmp_path, {"/proc/self/cgroup": "2:cpuacct,cpu:/\n", f"{folder}/cpu.cfs_quota_us": "150000\n"})
-        write(tmp_path, {f"{folder}/cpu.cfs_period_us": "100000\n"})
+def test_quota_of_the_container(tmp_path: Path) -> None:
+    folder = "/sys/fs/cgroup/pods/one"
+    write(tmp_path, {"/proc/self/cgroup": "2:cpuacct:/old\n0::/pods/one\n", f"{folder}/cpu.max": "150000 100000\n"})
     write(tmp_path, {f"{folder}/cpu.stat": "nr_periods 100\nnr_throttled 40\n"})
     found = system.cpus(Host(root=tmp_path))
     assert names(found) == {"cpus-few", "cpus-throttled"}
     assert "1.5 cores" in found[0].found
     assert "40 of 100" in found[1].found
-
-
-def test_slow_clock(tmp_path: Path) -> None:
-    source = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
-    assert "clock-slow-source" in names(system.clock(seen(tmp_path, {source: "hpet\n"})))
-
-
-def test_system_whose_clock_does_not_count_suspends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("time.CLOCK_BOOTTIME")
-    assert names(system.clock(Host())) == {"clock-without-suspends"}
-
-
-def test_shared_memory_that_is_missing(tmp_path: Path) -> None:
-    assert names(system.shared_memory(Host(root=tmp_path))) == {"shared-memory-little"}

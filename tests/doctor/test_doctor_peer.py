@@ -61,7 +61,7 @@ def test_wrong_certificate_is_found_with_its_setting(stage: Stage, kind: str) ->
     tls, setting = {
         "none": (None, "tls.ca"),
         "stranger": (mixed, "tls.cert"),
-        "expired": (stage.expired, "must not have expired"),
+        "expired": (stage.expired, "not expired"),
         "no certificate": (TlsConfig(ca=stage.right.ca), "tls.cert"),
     }[kind]
     found = look(stage.tcp, tls)

@@ -92,7 +92,7 @@ def test_engine_warns_once_of_a_card_that_nixl_does_not_use() -> None:
     done = subprocess.run(code, capture_output=True, text=True, check=True, timeout=60, env=environment())
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("WARNING")]
     assert "go over TCP: there is an RDMA card (mlx5_0)" in line
-    assert "no driver for mlx5_0. `kvferry doctor` says what to do" in line
+    assert "an RDMA card (mlx5_0), and NIXL's UCX uses none. `kvferry doctor` says why" in line
 
 
 def test_engine_without_a_card_logs_no_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -92,34 +92,6 @@ def test_check_imports_no_module_from_the_current_folder(
     assert not ran.exists()
 
 
-def test_check_ends_with_its_killed_command(tmp_path: Path) -> None:
-    started = tmp_path / "started"
-    (tmp_path / "sitecustomize.py").write_text(f"""
-import os, signal, sys
-if "cma" in sys.argv:
-    from kvferry._doctor import same_host
-    def hang(host):
-        open({str(started)!r}, "w").write(str(os.getpid()))
-        signal.pause()
-    same_host.check = hang
-""")
-    run_it = "from kvferry._doctor import catalogue, check; catalogue.run_alone('cma', check.Host(), 1000)"
-    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    with subprocess.Popen(
-        [sys.executable, "-c", run_it], env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)}
-    ) as command:
-        until(lambda: started.exists() and started.read_text() != "")
-        command.kill()
-    child = int(started.read_text())
-    until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
-
-
-def test_check_whose_parent_is_gone_before_its_start_ends() -> None:
-    code = f"from kvferry._doctor.catalogue import end_with; end_with({os.getpid() + 1}); print('went on')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (1, "")
-
-
 def test_check_is_not_forked(tmp_path: Path) -> None:
     """If the parent uses gRPC in a thread, gRPC's code in the child of a fork can end the child."""
     code = """

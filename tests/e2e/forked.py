@@ -116,7 +116,7 @@ def main(address: str) -> int:
     worker.register(**ported.memory)
     loop = asyncio.new_event_loop()
     async_client = AsyncClient(address)
-    loop.run_until_complete(async_client.register_cache(workers.spec, **workers.memory))
+    async_cache = loop.run_until_complete(async_client.register_cache(workers.spec, **workers.memory))
     waiting = unpublished(sources.session.publish("to be aborted", {"full": Blocks([9])}, last=False).reference, reader)
     made: dict[type, Any] = {
         Client: client,
@@ -126,7 +126,9 @@ def main(address: str) -> int:
         SchedulerPort: scheduler,
         WorkerPort: worker,
         AsyncClient: async_client,
+        kvferry.aio.AsyncCache: async_cache,
         kvferry.aio.AsyncSession: kvferry.aio.AsyncSession(sources.session),
+        kvferry.aio.AsyncSchedulerPort: kvferry.aio.AsyncSchedulerPort(scheduler),
         EmbeddedServer: server,
         kvferry.Directory: kvferry.open_directory("file:/nowhere.json"),
     }

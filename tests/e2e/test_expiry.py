@@ -106,8 +106,9 @@ def test_read_that_does_not_end_fails_by_its_own_timeout(tmp_path: Path, engine:
             stuck = cache.read(publication.reference, {"full": Blocks([8])}, timeout=1.5)
             assert isinstance(stuck.exception(20), TransferStuck)
             assert not stuck.quiet
+            posted = cache.gauges().chunks_in_flight
             cancelled = cache.read(publication.reference, {"full": Blocks([9])})
-            reading(cancelled)
+            until(lambda: cache.gauges().chunks_in_flight > posted)
             assert not cancelled.cancel()
             assert isinstance(cancelled.exception(20), TransferCancelled)
         assert stuck.wait_quiet(20)

@@ -17,7 +17,7 @@ import pytest
 
 from kvferry import Blocks, ReleaseOutcome, router_reference
 from kvferry._wire.reference import parse_reference
-from kvferry.integrations.vllm.params import (
+from kvferry.integrations.vllm.requests import (
     asks_to_publish,
     publish_reference,
     published_params,

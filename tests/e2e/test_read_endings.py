@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
 
-from kvferry import Blocks, Cache, Client
+from kvferry import Blocks, Cache, Client, Read, ReadResult
 from kvferry.errors import Closed, PublicationTimeout
 from tests.support.caches import Model, shards
 from tests.support.engines import Engine, reader_of
@@ -61,6 +62,17 @@ def test_close_that_does_not_wait_ends_every_read(cache: Cache, one_to_one: Pair
     for read in reads:
         read.exception(60)
         assert read.wait_quiet(60)
+
+
+def test_callback_may_wait_for_another_read(cache: Cache, one_to_one: Pair) -> None:
+    reference = one_to_one[0].session.publish("r", BLOCKS, expected_reads=2).reference
+    found: Future[ReadResult] = Future()
+
+    def again(_: Read) -> None:
+        found.set_result(cache.read(reference, BLOCKS, allow_overlap=True).result(60))
+
+    cache.read(reference, BLOCKS).add_done_callback(again)
+    assert found.result(60).confirmed
 
 
 @pytest.mark.parametrize("given_up", ["cancelled", "timed out"])

@@ -18,7 +18,7 @@ from kvferry._wire.channel import TlsConfig, read_tls
 from kvferry._wire.tls_files import tls_files
 from kvferry.errors import KvferryError, NotAllowed, ServerDraining
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.values import EngineRef
 from tests.support.blocking_control import BlockingControl
 from tests.support.certificates import Authority, replace_files, tls_flags
 from tests.support.identifiers import unique_id

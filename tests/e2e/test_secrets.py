@@ -50,13 +50,10 @@ ADMIN_PATHS = (
     "/healthz",
     "/readyz",
     "/statusz",
-    "/statusz?format=json",
     "/statusz/engines",
     "/statusz/requests",
     "/statusz/reads",
     "/statusz/last-reads",
-    "/engine?engine_id=source",
-    "/engine?engine_id=reader",
 )
 """All that the admin listener shows of this scene."""
 

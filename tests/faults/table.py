@@ -1,19 +1,21 @@
-"""The tables of docs/reliability.md, made of the scenarios.
+"""The tables of tests/faults/RESULTS.md, made of the scenarios.
 
 python -m tests.faults.table
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 from kvferry import KvferryError
-from tests.support.faults.scenario import Bound, Expected, Good, Row
+from tests.support.faults.scenario import Bound, Expected, Good, Moment, Row
 from tests.support.faults.scenarios import ROWS, WITHOUT_A_LEASE
 from tests.support.faults.verbs_scenarios import VERBS_ROWS
 from tests.support.repository import ROOT
 
-DOCUMENT = ROOT / "docs" / "reliability.md"
+DOCUMENT = ROOT / "tests" / "faults" / "RESULTS.md"
 BEGIN = "<!-- The table below is written by `make reliability` from {}. -->\n"
 TABLES = {
     "tests/support/faults/scenarios.py": ROWS,
@@ -22,7 +24,8 @@ TABLES = {
 }
 """The rows of each table, by their place."""
 END = "<!-- End of the table. -->\n"
-HEADER = ("Fault", "When", "The destination sees", "within", "The source sees", "within", "The request is")
+HEADER = ("Fault", "When", "The destination sees", "`released` at the source", "The request is")
+SIGNAL = re.compile(r"(SIG\w+) to (.+)")
 
 
 def written(document: str) -> str:
@@ -31,33 +34,61 @@ def written(document: str) -> str:
         begin = BEGIN.format(place)
         before, rest = document.split(begin)
         _, after = rest.split(END, 1)
-        document = f"{before}{begin}\n{table(rows)}\n{END}{after}"
+        # A read without a lease ends in most ways as one with a lease.
+        shown = rows if rows is ROWS else [row for row in rows if not any(_alike(row, other) for other in ROWS)]
+        document = f"{before}{begin}\n{table(shown)}\n{END}{after}"
     return document
 
 
 def table(rows: Sequence[Row]) -> str:
-    """In Markdown."""
+    """In Markdown. Faults that end alike share a line."""
     notes: list[str] = []
     lines = [_line(HEADER), _line(["---"] * len(HEADER))]
-    for row in rows:
+    for row in _merged(rows):
         mark = ""
         if row.note:
             if row.note not in notes:
                 notes.append(row.note)
             mark = f" [{notes.index(row.note) + 1}]"
-        expected = row.expected
         cells = (
             row.fault + mark,
             row.moment,
-            _destination(expected),
-            _bound(expected.destination_bound) if expected.destination else "",
-            _source(expected),
-            _bound(expected.source_bound) if expected.source else "",
-            expected.fate.value,
+            _destination(row.expected),
+            _source(row.expected),
+            row.expected.fate.value,
         )
         lines.append(_line(cells))
     lines += ["", *(f"[{number}] {note}  " for number, note in enumerate(notes, 1))]
     return "\n".join(lines) + "\n"
+
+
+def _alike(row: Row, other: Row) -> bool:
+    return (row.fault, row.moment, row.expected) == (other.fault, other.moment, other.expected)
+
+
+def _merged(rows: Sequence[Row]) -> Iterator[Row]:
+    faults: defaultdict[tuple[str, Expected, str], list[str]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: row.moment == Moment.AFTER.value):
+        faults[row.moment, row.expected, row.note].append(row.fault)
+    moments: defaultdict[tuple[str, Expected, str], list[str]] = defaultdict(list)
+    for (moment, expected, note), alike in faults.items():
+        moments[_together(alike), expected, note].append(moment)
+    for (fault, expected, note), alike in moments.items():
+        yield Row(fault, " or ".join(alike).replace(" the read or", " or"), expected, note)
+
+
+def _together(faults: Sequence[str]) -> str:
+    """Signals to one target are named with it once."""
+    signals: defaultdict[str, list[str]] = defaultdict(list)
+    for fault in faults:
+        found = SIGNAL.fullmatch(fault)
+        signals[found[2] if found else fault] += [found[1]] if found else []
+    return "; ".join(f"{_listed(names)} to {target}" if names else target for target, names in signals.items())
+
+
+def _listed(names: Sequence[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -65,13 +96,13 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _destination(expected: Expected) -> str:
-    return " or ".join(_outcome(outcome) for outcome in expected.destination) or "(nothing)"
+    seen = " or ".join(_outcome(outcome) for outcome in expected.destination)
+    return seen + _bound(expected.destination_bound) if seen else "(nothing)"
 
 
 def _source(expected: Expected) -> str:
-    if not expected.source:
-        return "(it is gone)"
-    return f"`released`: {' or '.join(outcome.name for outcome in expected.source)}"
+    seen = " or ".join(outcome.name for outcome in expected.source)
+    return seen + _bound(expected.source_bound) if seen else "(it is gone)"
 
 
 def _outcome(outcome: Good | type[KvferryError]) -> str:
@@ -84,10 +115,10 @@ def _outcome(outcome: Good | type[KvferryError]) -> str:
 
 def _bound(bound: Bound) -> str:
     if not bound:
-        return "at once"
+        return ""
     terms = " + ".join(term.title for term in bound)
     known = sum(term.default for term in bound)
-    return f"{terms} ({known:g} s)" if all(term.default for term in bound) else terms
+    return f"; {terms} ({known:g} s)" if all(term.default for term in bound) else f"; {terms}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""docs/reliability.md says what the suites test."""
+"""tests/faults/RESULTS.md says what the suites test."""
 
 from __future__ import annotations
 

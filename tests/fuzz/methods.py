@@ -8,12 +8,8 @@ from typing import Any
 from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
-from grpc_health.v1.health import SERVICE_NAME as HEALTH
 
-from kvferry_server.node.reflection import REFLECTIONS
-from kvferry_server.node.server import SERVICES
-
-OFFERED = (*SERVICES, HEALTH, *REFLECTIONS)
+from kvferry_server.node.server import OFFERED
 
 
 @dataclass(frozen=True, slots=True)

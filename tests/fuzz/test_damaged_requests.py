@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry._wire.channel import MAX_MESSAGE_BYTES
+from kvferry_server.node.server import OFFERED
 from tests.fuzz.conftest import EXAMPLES, FUZZ
 from tests.fuzz.messages import Place, damaged, edit, places, seed, values
-from tests.fuzz.methods import METHODS, OFFERED, Method
+from tests.fuzz.methods import METHODS, Method
 from tests.fuzz.target import CPU_PER_LARGE_MESSAGE, Target, encoded
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=str)
@@ -55,7 +56,6 @@ def test_fields_with_extreme_values(target: Target, method: Method) -> None:
             target.send(method, encoded(message))
 
 
-@pytest.mark.property
 @every_method
 @FUZZ
 @given(data=st.data())
@@ -79,6 +79,7 @@ LISTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "place"),
     [(method, place) for (method, _), place in LISTS.items()],

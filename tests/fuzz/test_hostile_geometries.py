@@ -54,6 +54,7 @@ def request(engine: EngineGeometry) -> dict[str, Blocks]:
     return found
 
 
+@pytest.mark.slow
 @every_case
 def test_a_hostile_source_costs_its_reader_little(case: str) -> None:
     with suppress(BadGeometry):
@@ -68,6 +69,7 @@ def question(case: str) -> ipb.PlanReadRequest:
     return ipb.PlanReadRequest(source_geometry=source, destination_geometry=destination)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", sorted({*CASES} - {"many readers"}))
 def test_a_plan_of_hostile_engines_costs_the_server_little(target: Target, case: str) -> None:
     with target.unharmed():

@@ -16,6 +16,7 @@ from kvferry.geometry import file as geometry_file
 from scripts import geometry_schema
 from tests.geometry.documents import FILES, LLAMA
 from tests.geometry.mistakes import MISTAKES, junk
+from tests.support.examples import examples
 from tests.support.repository import ROOT
 
 SCHEMA = json.loads((ROOT / "docs" / "geometry.schema.json").read_text())
@@ -83,7 +84,7 @@ LISTS = (
 values = st.sampled_from((*WORDS, *NUMBERS, *LISTS, "layers.{}.x", "rows_first", "bfloat16", {"count": 2}, {"a": "b"}))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(data=st.data())
 def test_schema_takes_every_document_that_the_loader_takes(data: st.DataObject) -> None:
     document = copy.deepcopy(data.draw(st.sampled_from([LLAMA, *DOCUMENTS])))

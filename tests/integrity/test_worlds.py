@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry._integrity.summed_blocks import held_blocks, source_blocks
@@ -22,6 +22,7 @@ from kvferry.planner import ReadPlan, plan_read
 from kvferry.planner.request_blocks import needed
 from tests.integrity.definition import sum_of
 from tests.support.drawn_worlds import World, worlds
+from tests.support.examples import examples
 from tests.support.simulated_memories import POISON, Memory, address, execute, global_state, source_memories, wanted
 
 PUBLICATION = 7
@@ -164,7 +165,7 @@ def brute_counts(plan: ReadPlan, world: World) -> tuple[Counter[tuple[str, str, 
     return whole, others
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60))
 @given(worlds(), st.data())
 def test_reader_computes_the_sums_of_the_source(world: World, data: st.DataObject) -> None:
     geometry, memories, _ = source_memories(world.source, world.source_blocks, world.length)
@@ -218,7 +219,7 @@ def states_of_block(plan: ReadPlan, source: Plane, world: World, place: int) -> 
     return states if group.kind is GroupKind.STATE else [global_state(source, place, x) for x in states]
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(30))
 @given(worlds(), st.sampled_from([0.1, 0.5]))
 def test_sampled_sums_are_some_of_all(world: World, share: float) -> None:
     geometry, memories, _ = source_memories(world.source, world.source_blocks, world.length)

@@ -16,6 +16,7 @@ from kvferry._memory.rank_memory import RankMemory
 from kvferry.errors import InvalidField
 from kvferry.geometry import Interval, MemoryKind, Plane
 from kvferry.planner.token_line import AlikeBlocks, StateRun
+from tests.support.examples import examples
 from tests.support.simulated_memories import copy_of
 
 BLOCKS = 6
@@ -68,7 +69,7 @@ def placed(plane: Plane, base: int) -> Plane:
     return Plane(**{name: getattr(plane, name) for name in Plane.__dataclass_fields__} | {"base": base})
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_a_device_sums_and_clears_as_the_host_does(data: st.DataObject) -> None:
     plane = data.draw(planes())

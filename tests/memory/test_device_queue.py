@@ -19,9 +19,8 @@ import torch
 
 from kvferry._loop import Loop
 from kvferry._memory.access import StillCopying
-from kvferry._memory.device import DeviceAccess
+from kvferry._memory.device import DeviceAccess, check_stable
 from kvferry._memory.rank_memory import RankMemory
-from kvferry._memory.usable import check_stable
 from kvferry._reads.runtime import _MeasuredCosts
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions
@@ -76,20 +75,17 @@ class Torch:
         self.cuda = Cuda()
         self.room = 1 << 40
         """Bytes that a single allocation may have."""
-        self.pinned = 0
         self.allocated: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def empty(self, size: int, *, dtype: torch.dtype, device: Any = None, pin_memory: bool = False) -> torch.Tensor:
+    def empty(self, size: int, *, dtype: torch.dtype, device: Any = None) -> torch.Tensor:
         assert getattr(self.cuda.current, "stream", None) is not None, "not on a stream of its own"
         made = torch.empty(size, dtype=dtype)
-        if pin_memory:
-            self.pinned += 1
-        elif made.nbytes > self.room:
+        if made.nbytes > self.room:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 MiB.\nProcess 4711 has 79.1 GiB")
-        elif made.nbytes:
+        if made.nbytes:
             self.allocated.append(made.nbytes)
         return made
 
@@ -126,8 +122,6 @@ def test_indices_of_a_batch_are_uploaded_once_and_consecutive_indices_never(play
     memory.copy(copies(source.data_ptr(), target, np.array([9, 10, 11]), places, 16))
     assert played.allocated == []
     assert torch.equal(target.view(-1, 1024)[9:12], rows[:3])
-    # Pinned memory is kept, and larger only when it must be.
-    assert played.pinned == 1
     many = np.random.default_rng(0).permutation(5000)
     one = torch.zeros(8 * len(many), dtype=torch.uint8)
     other = torch.arange(8 * len(many)).to(torch.uint8)
@@ -154,19 +148,15 @@ def test_threads_have_a_stream_of_their_own_and_keep_it(played: Torch) -> None:
     assert all(stream.priority not in (0, -1, -3) for stream in played.cuda.streams)
 
 
-def test_indices_that_a_device_may_still_copy_are_not_overwritten(played: Torch) -> None:
+def test_copies_whose_end_the_device_does_not_confirm_may_go_on(played: Torch) -> None:
     target, source = torch.zeros(SLOT, dtype=torch.uint8), torch.zeros(SLOT, dtype=torch.uint8)
     memory = access(played, target, source)
-    scattered, places = np.array([7, 2, 5]), np.array([0, 1, 2])
-    memory.copy(copies(source.data_ptr(), target, scattered, places, 1))
+    made = copies(source.data_ptr(), target, np.array([7, 2, 5]), np.array([0, 1, 2]), 1)
+    memory.copy(made)
     (stream,) = played.cuda.streams
-    pinned = memory._threads.queue._pinned
     stream.lost = True
     with pytest.raises(StillCopying):
-        memory.copy(copies(source.data_ptr(), target, scattered, places, 1))
-    stream.lost = False
-    memory.copy(copies(source.data_ptr(), target, np.array([1, 4, 6]), places, 1))
-    assert pinned[:3].tolist() == scattered.tolist()
+        memory.copy(made)
 
 
 def test_a_device_without_room_for_staging_fails_one_read_only(
@@ -224,7 +214,7 @@ def test_a_device_that_runs_out_of_memory_while_it_permutes_fails_one_read_quiet
         expansion = world.expand({"full": Blocks([1])}, {"full": Blocks([2])})
         (planned,) = expansion.sources
         transfer = Transfer("t", expansion.total_bytes, None, lambda: 0.0, lambda: None)
-        chunk = StagedWork(transfer, info, planned.staged, pool, 0.0, planned.footprint).next(NixlOptions())
+        chunk = StagedWork(transfer, info, planned.staged, pool, 0.0).next(NixlOptions())
         assert chunk is not None
         assert chunk.owner.begin()
         chunk.owner.landed(chunk.descriptors.total_bytes)

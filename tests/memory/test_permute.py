@@ -26,6 +26,7 @@ from kvferry.geometry.tensors import planes_of
 from kvferry.planner import Path, PathRule, plan_read
 from kvferry.planner.staged_read import Copy
 from tests.support import large_caches as worlds
+from tests.support.examples import examples
 from tests.support.simulated_memories import addresses, copy_of
 from tests.support.simulated_memories import copies as copies_of
 
@@ -77,7 +78,7 @@ TWICE = copy_of(0, 8, np.array([0, 0, 2]), 0, 8, np.array([3, 1, 2]), (), 8)
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(drawn=copies())
 @example(drawn=(0, 0, TWICE))
 def test_cells_are_permuted_to_their_positions(library: str, drawn: tuple[int, int, Copy]) -> None:
@@ -235,7 +236,7 @@ def test_a_device_that_cannot_be_waited_for_leaves_the_transfer_unquiet_and_the_
     (read,) = expansion.sources
     transfer = Transfer("t", expansion.total_bytes, None, lambda: 0.0, lambda: None)
     info = AgentInfo("source", b"", b"", ())
-    chunk = StagedWork(transfer, info, read.staged, pool, 0.0, read.footprint).next(NixlOptions())
+    chunk = StagedWork(transfer, info, read.staged, pool, 0.0).next(NixlOptions())
     assert chunk is not None
     assert chunk.owner.begin()
     assert transfer.quiet == transfer.state.final

@@ -13,15 +13,15 @@ from kvferry._clock import from_duration, to_duration
 from kvferry.errors import KvferryError
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import NOBODY, EngineRef
 from kvferry_server.domain.registrations import Registration
 from kvferry_server.domain.times import Times
+from kvferry_server.domain.values import NOBODY, EngineRef
 from kvferry_server.home.home import Home, Waker, Wakeups
 from kvferry_server.home.time_slices import TimeSlices
 from kvferry_server.servicers import decode
 from kvferry_server.servicers.introspection import Introspection
+from kvferry_server.servicers.kv_transfer import read_blocks
 from kvferry_server.servicers.notify import notify
-from kvferry_server.servicers.read_blocks import read_blocks
 from kvferry_server.servicers.relay import Caller, Relays
 from kvferry_server.servicers.watch import watch
 from tests.model.clocks import PartyClock

@@ -19,7 +19,7 @@ from kvferry._wire.reference import format_reference, parse_reference, router_re
 from kvferry.errors import KvferryError
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.values import EngineRef
 from tests.model.host import ADVERTISE, Host
 from tests.model.network import Pipe
 from tests.model.source import BLOCKS, ENGINE_ID, LAYERS, group, registered

@@ -14,8 +14,8 @@ from kvferry._wire.publication import blocks_of
 from kvferry.errors import PromptUnmarked
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.publications import Lease
-from kvferry_server.domain.reads import LeaseState
 from kvferry_server.domain.records import Records
+from kvferry_server.domain.values import LeaseState
 from kvferry_server.servicers import decode
 from tests.model import readers
 

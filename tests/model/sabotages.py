@@ -19,12 +19,20 @@ from kvferry.geometry.blocks import Unfinished
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain import lessor, records, registry, router_keys, routing, sources
 from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.identity import EngineRef, Names, RouterKey
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
-from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, ReportAnswer, RevokeReason, Verdict
 from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.domain.times import NEVER
-from kvferry_server.servicers import decode, lists, read_blocks
+from kvferry_server.domain.values import (
+    EngineRef,
+    LeaseRequest,
+    LeaseState,
+    Names,
+    RankReport,
+    RevokeReason,
+    RouterKey,
+    Verdict,
+)
+from kvferry_server.servicers import decode, introspection, kv_transfer
 from tests.model import readers
 from tests.model.hinted import HintedShare
 from tests.model.readers import Share
@@ -368,15 +376,15 @@ def leases_are_known_by_their_public_number(patch: pytest.MonkeyPatch) -> None:
 
 @of_a_liar
 def lease_ids_in_page_tokens(patch: pytest.MonkeyPatch) -> None:
-    original = lists.page
+    original = introspection.page
 
-    def page(listed: Any, encode: Any, page_size: int, page_token: str, wanted: Any = None) -> tuple[list[Any], str]:
+    def page(listed: Any, encode: Any, page_size: int, page_token: str, wanted: Any) -> tuple[list[Any], str]:
         found, token = original(listed, encode, page_size, page_token, wanted)
-        leases = (entry for every in listed.values() for _, entry in every.after(None) if isinstance(entry, Lease))
+        leases = (entry for every in listed.values() for entry in every.values() if isinstance(entry, Lease))
         last = [lease.lease_id for lease in leases if token and lease.number == found[-1].read.lease_number]
         return found, ".".join([token, *(base64.urlsafe_b64encode(lease_id).decode().rstrip("=") for lease_id in last)])
 
-    patch.setattr(lists, "page", page)
+    patch.setattr(introspection, "page", page)
 
 
 @of_a_liar
@@ -491,7 +499,7 @@ def a_decline_that_came_first_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 @of_a_router
 def reads_wait_for_a_source_that_is_gone(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(read_blocks, "_living", lambda home, named: named)
+    patch.setattr(kv_transfer, "_living", lambda home, named: named)
 
 
 @of_a_router
@@ -564,11 +572,11 @@ def _evict(self: registry.Registry, engine: Engine, now: float) -> None:
 def released_publications_are_validated(patch: pytest.MonkeyPatch) -> None:
     validate = lessor.Lessor.validate
 
-    def found(self: lessor.Lessor, request: LeaseRequest, digest: bytes, reports: Iterable[RankReport]) -> ReportAnswer:
+    def found(self: lessor.Lessor, request: LeaseRequest, digest: bytes, reports: Iterable[RankReport]) -> pb.ReadEnded:
         try:
             return validate(self, request, digest, reports)
         except (PublicationReleased, PublicationStale):
-            return ReportAnswer(Verdict.VALID)
+            return pb.ReadEnded(verdict=pb.VERDICT_VALID)
 
     patch.setattr(lessor.Lessor, "validate", found)
 

@@ -20,8 +20,8 @@ from kvferry._wire.reference import parse_reference
 from kvferry._wire.status import from_notification_error
 from kvferry.errors import BadBlock, InvalidField, KvferryError, PeerRestarted, RouterKeyUsed, WrongSession
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.registrations import Registration
+from kvferry_server.domain.values import EngineRef
 from tests.model.clocks import PartyClock, Violation
 from tests.model.host import ADVERTISE, Host, Pulled
 from tests.model.network import Call, Network, Pipe

@@ -13,10 +13,9 @@ from kvferry._wire.authority import SECRET_BYTES
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry._wire.reference import router_reference
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.publications import PublicationRecord
-from kvferry_server.domain.reads import LeaseState
 from kvferry_server.domain.router_keys import ROUTER_KEY_BYTES
+from kvferry_server.domain.values import EngineRef, LeaseState
 from tests.model.clocks import PartyClock, RealTime, Violation
 from tests.model.confusion import Router
 from tests.model.hinted import HintedShare
@@ -277,8 +276,8 @@ class World:
         if host is None:
             return
         living = {engine.ref for engine in host.home.engines.all_engines() if not engine.dead}
-        for source, engine in host.home.records.engines.items():
-            for waiting in engine.router_keys.who_waits():
+        for source in host.home.records.engines:
+            for waiting in host.home.records.waiting(source):
                 if not living & set(waiting.sources):
                     raise Violation(f"R5: a read of {source} waits for a source that is gone")
 
@@ -337,10 +336,9 @@ class World:
         if publications is None or left:
             raise Violation(f"R3: the home still has publications {left} of {ref}")
         engine = home.engines.find(ref)
-        own = engine.feed_bytes + sum(rank.size for rank in engine.ranks.values()) + publications.numbers_size
+        own = engine.feed_bytes + sum(rank.size for rank in engine.ranks.values())
         keys = publications.router_keys
-        waiting = sum(read.sources[0] == ref for read in keys.who_waits())
-        own += ROUTER_KEY_BYTES * (len(keys._past) + len(keys._declined) + waiting)
+        own += ROUTER_KEY_BYTES * len(keys._past)
         if home.memory.held(ref) != own:
             raise Violation(f"the home counts {home.memory.held(ref)} bytes for {ref}, which has {own}")
         live = Counter(lease.state for lease in home.records.leases() if lease.live)

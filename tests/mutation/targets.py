@@ -188,13 +188,10 @@ TARGETS: dict[str, Target] = {
             "text_bytes: 4 -> 5": ABOUT,
             "text_bytes: 4 -> 3": ABOUT,
             "text_bytes: 1 -> 2": ABOUT,
-            "engine_difference: True -> False": "as many of each, as is asked before",
-            "first_difference: _agent_difference(one, other) -> _agent_difference(other, one)": BOTH_WAYS_ROUND,
-            "first_difference: _rank_difference(one.geometry, other.geometry) -> "
-            "_rank_difference(other.geometry, one.geometry)": BOTH_WAYS_ROUND,
+            "_difference: True -> False": "as many of each, as is asked before",
         },
     ),
-    "server/kvferry_server/servicers/read_blocks.py": Target((READ_BLOCKS, BOUNDS, MODEL)),
+    "server/kvferry_server/servicers/kv_transfer.py": Target((READ_BLOCKS, BOUNDS, MODEL)),
     "server/kvferry_server/servicers/watch.py": Target((STREAMS, BOUNDS, MODEL)),
     "server/kvferry_server/servicers/notify.py": Target((FEEDS, MODEL)),
     "client/kvferry/_control/reader_lease.py": Target((LEASE, MODEL)),
@@ -218,9 +215,7 @@ TARGETS: dict[str, Target] = {
             "RegionMap._ends_at: len(bases) == 1 -> len(bases) != 1": SHORT_CUT,
         },
     ),
-    "client/kvferry/planner/footprint.py": Target(
-        (FOOTPRINT, ORACLE), {"Slabs.room: address < end -> address <= end": "there is no room either way"}
-    ),
+    "client/kvferry/planner/footprint.py": Target((FOOTPRINT, ORACLE)),
     "client/kvferry/_transport/transfer.py": Target((("tests/transport/test_tracking.py",), READS)),
     "client/kvferry/_transport/peer_link.py": Target(
         (LINKS, READS),
@@ -228,7 +223,6 @@ TARGETS: dict[str, Target] = {
             "Link.poll: now < self._poll_at or self.quiet -> now < self._poll_at": "what is quiet has nothing to check",
         },
     ),
-    "client/kvferry/_transport/peer_links.py": Target((READING, THREADS, READS)),
     "client/kvferry/_transport/peer_work.py": Target((LINKS, READS)),
     "client/kvferry/_transport/reading_thread.py": Target((READING, THREADS, READS)),
     "client/kvferry/_transport/transport.py": Target((READING, THREADS, READS, STAGING)),

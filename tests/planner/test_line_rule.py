@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvferry.geometry import Blocks, Group, GroupKind, Interval, TokenShard
 from kvferry.planner import ReadPlan, plan_read
+from tests.support.examples import examples
 from tests.support.geometries import Engine, Held, Rank, Tensor, engine
 from tests.support.simulated_memories import copies
 
@@ -34,7 +35,7 @@ def blocks_read(plan: ReadPlan, count: int) -> dict[int, list[int]]:
     return found
 
 
-@settings(settings.get_profile("plan"), max_examples=100)
+@settings(settings.get_profile("plan"), max_examples=examples(100))
 @given(replicas=st.integers(1, 12), readers=st.integers(1, 12), count=st.integers(1, 40))
 def test_stripes_are_contiguous_and_limit_load_and_fan_in(replicas: int, readers: int, count: int) -> None:
     load = dict.fromkeys(range(replicas), 0)

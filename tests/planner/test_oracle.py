@@ -13,7 +13,6 @@ from tests.support.simulated_memories import move
 PROFILE = settings.get_profile("plan")
 
 
-@pytest.mark.property
 @pytest.mark.timeout(max(120, PROFILE.max_examples // 5))
 @settings(PROFILE)
 @given(world=worlds(), lists=st.booleans(), path=st.sampled_from((None, Path.STAGED)))

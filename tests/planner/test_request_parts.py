@@ -74,7 +74,6 @@ def furthest(plan: ReadPlan, group: str, until: int) -> int:
     return max(token for token in range(until + 1) if not any(first < token <= last for first, last in spans))
 
 
-@pytest.mark.property
 @pytest.mark.timeout(max(120, PROFILE.max_examples // 5))
 @settings(PROFILE)
 @given(world=worlds(), data=st.data(), path=st.sampled_from((None, Path.STAGED)))
@@ -104,7 +103,6 @@ def test_parts_together_read_the_bytes_of_one_read(world: World, data: st.DataOb
         assert total == plan.expand(world.source_blocks, mine, asked).total_bytes
 
 
-@pytest.mark.property
 @pytest.mark.timeout(max(120, PROFILE.max_examples // 5))
 @settings(PROFILE)
 @given(world=worlds(), data=st.data(), path=st.sampled_from((None, Path.STAGED)), lists=st.booleans())

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.geometry import Blocks, Group, GroupKind, Plane
 from kvferry.planner import plan_read
+from tests.support.examples import examples
 from tests.support.geometries import Engine, Tensor, engine, tensors, tp_ranks
 from tests.support.simulated_memories import POISON, Memory, check, execute, source_memories
 
@@ -64,7 +65,7 @@ def test_selections_may_be_empty() -> None:
     assert plan.expand({}, {}).sources == ()
 
 
-@settings(settings.get_profile("plan"), max_examples=50)
+@settings(settings.get_profile("plan"), max_examples=examples(50))
 @given(cuts=st.sets(st.integers(1, 39), max_size=4))
 def test_token_ranges_one_after_the_other_are_the_whole(cuts: set[int]) -> None:
     plan = plan_read(SOURCE.geometry(), DESTINATION.geometry(), 0)

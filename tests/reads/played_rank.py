@@ -103,7 +103,7 @@ class PlayedRank:
         with self.changed:
             self.expanded.append(wanted)
             self.changed.notify_all()
-        planned = SourceDescriptors(1, (), (), None)
+        planned = SourceDescriptors(1, (), ())
         return SimpleNamespace(sources=(planned,) * self.reaches, descriptors=3, pieces=5)
 
     def in_parts(self, blocks: object, tokens: object) -> object:

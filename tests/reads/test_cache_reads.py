@@ -177,13 +177,15 @@ def test_a_read_that_outlasts_its_lease_fails(world: Reading) -> None:
     assert isinstance(error_of(handle), TransferExpired)
 
 
-def test_an_answer_that_comes_too_late_changes_nothing(world: Reading) -> None:
+def test_an_answer_that_comes_too_late_is_an_error_in_the_log(world: Reading, caplog: pytest.LogCaptureFixture) -> None:
     handle = world.reading()
     world.transfers[0].landed(10)
     world.judged(None)
     assert error_of(handle) is None
     world.home.judge(pb.VERDICT_EXPIRED)
     assert (Read(handle).state, Read(handle).result(0).confirmed) == (ReadState.DONE, False)
+    (alarm,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "its bytes may be wrong" in alarm.getMessage()
 
 
 def test_a_share_is_started_as_requested_and_ends_with_its_lease(world: Reading) -> None:

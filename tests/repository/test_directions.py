@@ -1,4 +1,4 @@
-"""Folders are layers (DESIGN §7): what may import what, and what must stay pure."""
+"""Folders are layers (docs/architecture.md): what may import what, and what must stay pure."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.support.repository import ROOT
 
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
-    for folder in (".", "docs", "docs/reference", "examples", "benchmarks")
+    for folder in (".", "docs", "docs/reference", "examples", "benchmarks", "tests/faults", "tests/integrations/vllm")
     for path in (ROOT / folder).glob("*.md")
 )
 MADE = {"docs/reference/rpc.md"}

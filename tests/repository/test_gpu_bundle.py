@@ -26,9 +26,7 @@ ADMIN = {"aiohttp", "prometheus_client"}
 LEFT_OUT = {
     "tests/support/vllm_engine_program.py": {"vllm"},
     "tests/support/vllm_engines.py": {"transformers"},
-    "client/kvferry/_cli/fetch.py": {"safetensors"},
     "client/kvferry/_exposition.py": ADMIN,
-    "client/kvferry/_directory/dns.py": {"dns"},
     "client/kvferry/_directory/file.py": {"tomli"},
     "server/kvferry_server/admin/metrics.py": ADMIN,
     "server/kvferry_server/admin/service.py": ADMIN,

@@ -13,10 +13,10 @@ import pytest
 
 from kvferry.stats import shown
 from kvferry_server.node.logs import ALL_REASONS
-from scripts.metric_tables import TABLES
+from scripts.metric_tables import LISTS
 from tests.support.repository import ROOT
 
-METRICS = {metric.full_name: metric for metrics in TABLES.values() for metric in metrics}
+METRICS = {metric.full_name: metric for metrics in LISTS.values() for metric in metrics}
 SCRAPED = {"instance", "job", "le"}
 """Labels that Prometheus adds, and that of a histogram's buckets."""
 SELECTOR = re.compile(r"\b(?P<name>(?:vllm:)?kvferry_\w+)(?:\{(?P<labels>[^}]*)\})?")
@@ -79,7 +79,7 @@ def test_metrics_in_documents_exist() -> None:
 
 def test_metric_names_follow_prometheus() -> None:
     """A counter's ``_total`` is Prometheus', a name stands once, and each metric has a sentence."""
-    assert len(METRICS) == sum(map(len, TABLES.values()))
+    assert len(METRICS) == sum(map(len, LISTS.values()))
     for metric in METRICS.values():
         assert re.fullmatch(r"(vllm:)?kvferry_[a-z_]+", metric.name), metric.name
         assert not metric.name.endswith("_total"), metric.name

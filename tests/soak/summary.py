@@ -1,4 +1,4 @@
-"""The soak's tables in Markdown, as docs/reliability.md has them."""
+"""The soak's tables in Markdown; tests/faults/RESULTS.md has the first."""
 
 from __future__ import annotations
 

@@ -24,11 +24,11 @@ from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.admin_pb2_grpc import AdminStub
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
-from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.engine import Process
 from kvferry_server.domain.limits import Limits
-from kvferry_server.domain.watch_feed import Process
+from kvferry_server.domain.values import EngineRef
 from kvferry_server.home.home import Home
-from kvferry_server.node.grpc_server import make_server
+from kvferry_server.node.grpc_server import Server
 from kvferry_server.node.guard import Guard
 from kvferry_server.node.requests import Requests
 from kvferry_server.servicers import add_servicers
@@ -170,11 +170,9 @@ async def running(directory: Path, limits: Limits | None = None, *, new: bool = 
     if not new:
         clock.pass_by(1000)
     worker, relays = Worker(), Relays(ADVERTISE, None, anywhere=False)
-    server = make_server(
-        Guard(1024, 8192, TRUSTED, Requests(worker, home.time_slices)),
-        SERVER_OPTIONS,
-        lambda server: add_servicers(server, home, relays, worker),
-    )
+    guard = Guard(1024, 8192, TRUSTED, Requests(worker, home.time_slices))
+    server = Server(SERVER_OPTIONS)
+    server.offer(guard, lambda server: add_servicers(server, home, relays, worker))
     address = f"unix:{directory / 's'}"
     server.add_insecure_port(address)
     await server.start()

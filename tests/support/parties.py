@@ -14,19 +14,24 @@ from kvferry.geometry import Group, GroupKind, Interval, MemoryKind, MemoryRegio
 from kvferry.geometry.blocks import BlockRuns
 from kvferry.geometry.model import AgentInfo
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.engine import Engine, Feed, Process, Role
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import Limits
-from kvferry_server.domain.publications import Lease, PublicationRecord
-from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankOutcome, RankReport, ReadKey, ReportAnswer
+from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.records import Changed, Records
 from kvferry_server.domain.registrations import Registration
 from kvferry_server.domain.registry import Registry
 from kvferry_server.domain.sources import Sources
 from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.domain.times import Times
-from kvferry_server.domain.watch_feed import Feed, Process, Role
+from kvferry_server.domain.values import (
+    EngineRef,
+    LeaseRequest,
+    LeaseState,
+    RankOutcome,
+    RankReport,
+    ReadKey,
+)
 
 SECRETS: dict[EngineRef, bytes] = {}
 """Session secrets of the engines here."""
@@ -111,7 +116,8 @@ def ask(
 
 def arrived(records: Records) -> list[PublicationRecord]:
     """The publications that have arrived and whose release is not acknowledged."""
-    return [publication for engine in records.engines.values() for _, publication in engine.listed.after(None)]
+    publications = [one for engine in records.engines.values() for _, one in sorted(engine.publications.items())]
+    return [one for one in publications if one.stage is not PublicationStage.AWAITED]
 
 
 def done(*ranks: int, outcome: RankOutcome = RankOutcome.DONE) -> list[RankReport]:
@@ -161,7 +167,7 @@ class Scene:
     def grant(self, number: int = 1, reader: EngineRef = D, name: str = "read", **changes: Any) -> Lease:
         return self.lessor.grant(ask(number, reader, name, P, **changes))
 
-    def report(self, lease: Lease, *ranks: int, outcome: RankOutcome = RankOutcome.DONE) -> ReportAnswer:
+    def report(self, lease: Lease, *ranks: int, outcome: RankOutcome = RankOutcome.DONE) -> pb.ReadEnded:
         return self.lessor.report(lease.lease_id, lease.request.read.reader, done(*ranks, outcome=outcome))
 
     def renew(self, lease: Lease) -> float:
@@ -173,7 +179,7 @@ class Scene:
     def wait(self, seconds: float) -> None:
         """Time passes, and the timers fire as they become due."""
         until = self.clock.time + seconds
-        while (due := min(self.records.next_deadline(), self.registry.next_deadline())) <= until:
+        while (due := self.records.deadlines.next_deadline()) <= until:
             self.clock.time = max(self.clock.time, due)
             self._advance()
         self.clock.time = until
@@ -186,7 +192,6 @@ class Scene:
         return [(event.number, event.outcome) for event in told if isinstance(event, PublicationRecord)]
 
     def _advance(self) -> None:
-        self.registry.advance()
         self.records.advance()
 
     def states(self, publication: PublicationRecord) -> list[LeaseState]:

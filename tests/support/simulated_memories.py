@@ -16,7 +16,6 @@ from kvferry.geometry import Blocks, EngineGeometry, Group, GroupKind, Plane
 from kvferry.planner import ReadPlan
 from kvferry.planner.descriptors import Descriptors
 from kvferry.planner.expansion import Expansion
-from kvferry.planner.footprint import Footprint
 from kvferry.planner.rows import Cells
 from kvferry.planner.staged_read import Copy, StagedRead
 from tests.support.geometries import Engine
@@ -150,9 +149,7 @@ def execute(expansion: Expansion, sources: list[Memory], destination: Memory) ->
     written = np.zeros(len(destination.data), np.uint8)
     counted = 0
     for source in expansion.sources:
-        assert source.footprint is not None
         for descriptors in source.descriptors:
-            source.footprint.check(descriptors)
             moves = copies(descriptors)
             assert len(moves) == descriptors.count
             assert descriptors.total_bytes == sum(length for _, _, length in moves)
@@ -163,15 +160,13 @@ def execute(expansion: Expansion, sources: list[Memory], destination: Memory) ->
                 written[mine - destination.base : mine - destination.base + length] += 1
         for read in source.staged:
             counted += read.count
-            _execute_staged(read, source.footprint, sources[source.source_rank], destination, written)
+            _execute_staged(read, sources[source.source_rank], destination, written)
     assert counted == expansion.descriptors <= expansion.pieces
     assert written.max(initial=0) <= 1, "a destination byte is written twice"
     assert int(written.sum()) == expansion.total_bytes
 
 
-def _execute_staged(
-    read: StagedRead, footprint: Footprint, source: Memory, destination: Memory, written: npt.NDArray[np.uint8]
-) -> None:
+def _execute_staged(read: StagedRead, source: Memory, destination: Memory, written: npt.NDArray[np.uint8]) -> None:
     """Batch after batch through one slot of staging memory, as DESIGN §5 describes it: rows in, then a permutation."""
     slot_bytes = max(extent.length for extent in read.lane.extents) + SLOT_ROOM
     moved = descriptors = 0
@@ -179,7 +174,6 @@ def _execute_staged(
         slot = Memory.filled(SLOT, slot_bytes, POISON)
         raw = batch.descriptors(SLOT, read.lane.memory)
         descriptors += raw.count
-        footprint.check_source(raw)
         for theirs, mine, length in copies(raw):
             assert mine + length <= SLOT + batch.staged_bytes <= SLOT + slot_bytes
             slot.at(mine, length)[:] = source.at(theirs, length)

@@ -1,8 +1,7 @@
-"""What the tests must know of the version of vLLM that they run with: 0.30 to 0.33."""
+"""What the tests must know of the version of vLLM that they run with: 0.31 to 0.33."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -17,9 +16,6 @@ import pytest
 
 MINOR = int(version("vllm").split(".")[1])
 
-DRAFTS = MINOR >= 31
-"""Whether drafters run on a CPU. vLLM 0.30 calls a kernel of Triton (TypeError: Cannot inspect kernel parameters)."""
-
 _V1 = "vllm.v1.attention.backends"
 
 MISSING_BACKENDS: Set[str] = (
@@ -29,16 +25,8 @@ MISSING_BACKENDS: Set[str] = (
 )
 """Backends that kvferry knows and this version does not have yet."""
 
-MISSING_MEMBERS: Set[str] = ({"ULTRAQUANT"} if MINOR < 32 else set()) | (
-    {"FLASHMLA_MEGA_ATTN_DSV41"} if MINOR < 31 else set()
-)
+MISSING_MEMBERS: Set[str] = {"ULTRAQUANT"} if MINOR < 32 else set()
 """Members of the registry of backends that this version does not have yet."""
-
-
-def counted_as_cached(tokens: int, block: int) -> int:
-    """How many tokens of a prompt vLLM says that it had not to compute, where a connector has read all but the last:
-    those of whole blocks, in vLLM 0.30 all of them."""
-    return (tokens - 1) // block * block if MINOR >= 31 else tokens - 1
 
 
 def convolves_float32() -> bool:
@@ -59,12 +47,6 @@ def planned_caches(config: Any, specs: Sequence[Mapping[str, Any]], memory: list
 
         return get_kv_cache_configs(config, specs, memory)
     return get_kv_cache_configs(config, specs, memory, get_global_kv_cache_groups(config, specs))
-
-
-def shared_by_all_ranks(spec: type[Any]) -> dict[str, Any]:
-    """The fields of a spec that say that every tensor-parallel rank has the same. vLLM 0.30 does not say so."""
-    known = {field.name for field in dataclasses.fields(spec)}
-    return {"max_tp_shards": 1} if "max_tp_shards" in known else {}
 
 
 @contextmanager

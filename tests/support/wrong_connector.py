@@ -8,7 +8,7 @@ from typing import Any
 from kvferry.geometry import Plane
 from kvferry.integrations.vllm import KvferryConnector, checked_planes
 from kvferry.integrations.vllm.layouts.backends import layer_planes
-from kvferry.integrations.vllm.layouts.layer import Layer
+from kvferry.integrations.vllm.layouts.orders import Layer
 
 OTHER = {"key": "value", "value": "key"}
 

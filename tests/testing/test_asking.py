@@ -27,7 +27,7 @@ from kvferry import (
 )
 from kvferry._control.questions import MAX_ASKED_TOKENS
 from kvferry._wire.reference import format_engine_reference, parse_engine_reference
-from kvferry.aio import AsyncSession
+from kvferry.aio import AsyncCache, AsyncSession
 from kvferry.engine import Offer, ReadEnd, SchedulerPort, WorkerPort
 from kvferry.errors import (
     BadReference,
@@ -568,7 +568,7 @@ def test_asyncio_programs_fetch_and_answer(fabric: Fabric, by: str) -> None:
     made = Fetcher(fabric)
 
     async def main() -> ReadResult:
-        session, cache = AsyncSession(made.session), made.cache
+        session, cache = AsyncSession(made.session), AsyncCache(made.cache)
         named = session.engine_reference if by == "reference" else Listing("p", fabric.address)
         read = cache.fetch(named, PROMPT, {"full": Blocks([0, 1, 2])}, wait=2.0)
         (question,) = await session.questions(SOON)

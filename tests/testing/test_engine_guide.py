@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, EngineSession, EngineSpec, Group, Prompt, Read, SchedulerPort, WorkerPort
-from kvferry.aio import AsyncSession
+from kvferry.aio import AsyncSchedulerPort, AsyncSession
 from kvferry.errors import InvalidField, PublicationAborted
 from kvferry.testing import Fabric
 from tests.support.repository import ROOT
@@ -199,7 +199,7 @@ async def several_processes(fabric: Fabric, *, fails: bool) -> None:
 
 def test_each_wait_of_the_table_exists() -> None:
     named: dict[str, list[tuple[type, type]]] = {
-        "port": [(SchedulerPort, SchedulerPort), (WorkerPort, WorkerPort)],
+        "port": [(SchedulerPort, AsyncSchedulerPort), (WorkerPort, WorkerPort)],
         "session": [(EngineSession, AsyncSession)],
         "read": [(Read, Read)],
     }

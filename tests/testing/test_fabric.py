@@ -211,7 +211,7 @@ def test_durations_that_make_no_sense_are_refused() -> None:
 def test_the_fabric_needs_neither_nixl_nor_the_extra_nor_a_connection() -> None:
     code = """
 import sys
-for name in ("nixl", "torch", "uvloop", "pydantic", "pydantic_settings", "grpc_health", "grpc_reflection"):
+for name in ("nixl", "torch", "uvloop", "pydantic", "grpc_health", "grpc_reflection"):
     sys.modules[name] = None
 
 def watch(event, arguments):

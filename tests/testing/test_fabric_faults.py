@@ -225,7 +225,7 @@ async def test_a_process_of_an_asyncio_engine_can_die() -> None:
             cache = await client.register_cache(
                 spec, tensors=memory, axes=AXES["hnd"], heads=range(HEADS), total_heads=HEADS
             )
-            publication = await asyncio.to_thread(cache.session.publish, "request", {"full": Blocks(THEIRS)})
+            publication = await cache.session.publish("request", {"full": Blocks(THEIRS)})
             with fabric.hold_reads() as held:
                 (read,) = decode.read(publication.reference, MINE)
                 await asyncio.to_thread(held.wait)
@@ -233,7 +233,7 @@ async def test_a_process_of_an_asyncio_engine_can_die() -> None:
                 with pytest.raises(TransferFailed, match="is gone"):
                     await read
             with pytest.raises(Closed):
-                await asyncio.to_thread(cache.session.publish, "late", {"full": Blocks([9])})
+                await cache.session.publish("late", {"full": Blocks([9])})
 
 
 def test_only_clients_of_the_fabric_can_be_killed(fabric: Fabric) -> None:

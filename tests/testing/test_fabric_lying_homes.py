@@ -13,7 +13,7 @@ from kvferry.engine import SchedulerPort
 from kvferry.errors import InvalidField
 from kvferry.testing import Fabric
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.values import EngineRef
 from kvferry_server.home.home import Home
 from kvferry_server.servicers import encode
 from tests.testing.fabric_engines import SOON, Engine, kv

@@ -14,7 +14,7 @@ from kvferry._clock import now
 from kvferry._memory.access import HostAccess, StillCopying
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._transport import calibration
-from kvferry._transport.calibration import LONG_BYTES, measure
+from kvferry._transport.calibration import measure
 from kvferry._transport.nixl_agent import AgentInfo, HandleState, MakeReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingPool
@@ -28,7 +28,7 @@ from tests.transport.played_agents import Agent, Agents, Handle
 from tests.transport.sources import SOON, Memory
 from tests.transport.transfers import until
 
-LAW = Costs(descriptor=3e-6, byte=2e-10, staged_byte=1.5e-10, cell=5e-9, copied_byte=1e-10)
+LAW = Costs(descriptor=3e-6, byte=2e-10, staged_byte=3e-10, cell=5e-9, copied_byte=1e-10)
 PAGE = 4096
 FIRST_TOUCH = 2e-6
 """Seconds for a page that was never touched."""
@@ -54,9 +54,7 @@ class Machine(Agents):
         return self.made[-1]
 
     def read(self, chunk: Descriptors) -> None:
-        length = chunk.total_bytes // chunk.count
-        byte = LAW.byte if length <= LONG_BYTES else LAW.staged_byte
-        self.seconds += chunk.count * LAW.descriptor + chunk.total_bytes * byte
+        self.seconds += chunk.count * LAW.descriptor + chunk.total_bytes * LAW.byte
         self.posts += 1
         for begin, size in zip(*written(chunk), strict=True):
             self.touch(begin, begin + size)

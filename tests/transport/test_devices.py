@@ -21,7 +21,6 @@ from kvferry._memory import current_device
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._transport import nixl_binding
 from kvferry._transport.nixl_agent import ServingAgent
-from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.transport import Transport
 from kvferry.errors import InvalidField
 from kvferry.geometry import MemoryKind, MemoryRegion
@@ -138,13 +137,6 @@ def test_ranks_use_a_device_each(devices: Devices) -> None:
     assert not wrong
     calls = {call for _, call, _ in devices.seen}
     assert calls >= {"nixlAgent", "registerMem", "loadRemoteMD", "postXferReq", "releaseXferReq", "__del__"}
-
-
-def test_a_configured_device_is_set_instead_of_the_memorys(devices: Devices) -> None:
-    array = np.zeros(SIZE, np.uint8)
-    region = MemoryRegion(MemoryKind.VRAM, 3, array.ctypes.data, SIZE)
-    ServingAgent("a", [region], NixlOptions(cuda_device=1)).close()
-    assert {device for _, _, device in devices.seen} == {1}
 
 
 def test_memory_of_two_devices_is_refused(devices: Devices) -> None:

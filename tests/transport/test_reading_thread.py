@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from math import inf
 
-import numpy as np
 import pytest
 
 from kvferry._transport.nixl_agent import ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.peer_work import Chunk, PeerWork
 from kvferry._transport.transport import Transfer, TransferState
-from kvferry.errors import InvalidField, TransferFailed
-from kvferry.geometry import Blocks, EngineGeometry, RankGeometry
-from kvferry.planner import Path, PathRule, plan_read
+from kvferry.errors import TransferFailed
 from kvferry.planner.descriptors import Descriptors
-from kvferry.planner.footprint import Footprint
 from tests.transport.conftest import MakeSource, MakeTransport
 from tests.transport.sources import SOON, Memory, Source
-from tests.transport.staged_parts import BLOCK_BYTES, BLOCKS, GROUP, planes
 from tests.transport.transfers import TCP, assert_done, assert_failed, read_all, until
 
 
@@ -131,76 +123,3 @@ def test_a_thread_that_fails_waits_for_posted_chunks_and_fails_all_other_work(
     stopped.resume()
     assert moving.wait_quiet(SOON)
     assert stopped.alive()
-
-
-def test_descriptors_of_other_blocks_than_the_plans_are_refused_before_anything_is_posted(
-    source: Source, memory: Memory, transport: MakeTransport
-) -> None:
-    sides = [
-        EngineGeometry(name, (GROUP,), (RankGeometry(0, planes(base, heads_first=True)),))
-        for name, base in (("p", source.base), ("d", memory.base))
-    ]
-    plan = plan_read(sides[0], sides[1], 0, rule=PathRule(Path.DIRECT))
-    (planned,) = plan.expand({"full": Blocks([1, 5, 9])}, {"full": Blocks([2, 4, 6])}).sources
-    (raw,) = planned.descriptors
-    moved = raw.source.copy()
-    moved[1] += np.uint64(BLOCK_BYTES)
-    read = transport()
-    wrong = replace(planned, descriptors=(replace(raw, source=moved),))
-    with pytest.raises(InvalidField, match="the request's blocks"):
-        read.start([(source.info, wrong)], deadline=None, label="wrong")
-    assert read.gauges().transfers == 0
-    assert memory.untouched()
-    assert_done(read.start([(source.info, planned)], deadline=None, label="right"))
-
-
-def test_descriptors_too_many_to_check_at_once_are_checked_before_they_are_posted(
-    source: Source, memory: Memory, transport: MakeTransport, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A source whose planes overlap makes the check of a long read take many seconds; the check then runs where no
-    other read waits for it."""
-    checking: set[str] = set()
-    check = Footprint.check
-
-    def noted(footprint: Footprint, descriptors: Descriptors, most: float = inf) -> int:
-        effort = check(footprint, descriptors, most)
-        if effort <= most:
-            checking.add(threading.current_thread().name)
-        return effort
-
-    monkeypatch.setattr(Footprint, "check", noted)
-    count = 8
-    shape = planes(source.base, heads_first=True)[0]
-    layered = tuple(replace(shape, layer=f"layers.{n}", base=source.base + 64 * n) for n in range(count))
-    own = tuple(replace(shape, layer=f"layers.{n}", base=memory.base + n * BLOCKS * BLOCK_BYTES) for n in range(count))
-    sides = [EngineGeometry(name, (GROUP,), (RankGeometry(0, of),)) for name, of in (("p", layered), ("d", own))]
-    plan = plan_read(sides[0], sides[1], 0, rule=PathRule(Path.DIRECT))
-    theirs, mine = list(range(0, 60, 3)), list(range(1, 41, 2))
-    (planned,) = plan.expand({"full": Blocks(theirs)}, {"full": Blocks(mine)}).sources
-    monkeypatch.setattr("kvferry._transport.transport.AT_ONCE", planned.descriptors[0].count)
-    read = transport(chunk_descriptors=16)
-    assert_done(read.start([(source.info, planned)], deadline=None, label="right"))
-    pieces = [
-        (
-            of.base - source.base + block * BLOCK_BYTES,
-            to.base - memory.base + into * BLOCK_BYTES,
-            BLOCK_BYTES,
-        )
-        for of, to in zip(layered, own, strict=True)
-        for block, into in zip(theirs, mine, strict=True)
-    ]
-    memory.pieces(source, pieces)
-    assert memory.right()
-    assert checking
-    assert threading.current_thread().name not in checking
-    (raw,) = planned.descriptors
-    moved = raw.source.copy()
-    moved[-1] += np.uint64(BLOCK_BYTES)
-    last = int(raw.destination[-1]) - memory.base
-    memory.bytes[:] = 0
-    wrong = replace(planned, descriptors=(replace(raw, source=moved),))
-    transfer = read.start([(source.info, wrong)], deadline=None, label="wrong")
-    assert transfer.wait(SOON)
-    assert isinstance(transfer.error, InvalidField)
-    assert transfer.wait_quiet(SOON)
-    assert not memory.bytes[last : last + 64].any()

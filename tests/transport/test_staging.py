@@ -158,8 +158,6 @@ def test_constants_are_measured_and_slots_given_back(
     # Neither the defaults nor nonsense: reads and copies of this machine take some time, and less than a millisecond.
     assert all(0 < cost < 1e-3 for cost in (costs.descriptor, costs.byte, costs.staged_byte, costs.cell))
     assert costs.descriptor != Costs().descriptor
-    # Staged reads cannot be measured where no slot is left to read into.
-    assert slots > 1 or costs.staged_byte == costs.byte
     # A slot is given back by the thread that reads, which may be late.
     wait_for(lambda: read.gauges().staging_slots == 0)
 
@@ -192,7 +190,7 @@ def test_measuring_writes_to_no_memory_but_the_slots_that_it_has(
 
 
 def test_memory_too_small_to_be_measured_is_not_read(new_source: MakeSource, staged: MakeStaged) -> None:
-    source, read = new_source(size=3 << 20), staged(slots=4, slot_blocks=256)
+    source, read = new_source(size=512 << 10), staged(slots=4, slot_blocks=256)
     assert measure(read, source.info, read.pool(MemoryKind.DRAM, 0), now() + SOON) is None
     assert read.gauges().bytes_moved == 0
 
@@ -209,7 +207,7 @@ def test_measuring_takes_one_turn_over_a_slow_network(
         assert read.close(SOON)
         moved.append(read.gauges().bytes_moved)
     # But for the first read, which is small, and belongs to no turn.
-    assert round(moved[0] / moved[1], 1) == calibration.TIMES
+    assert moved[0] / moved[1] == pytest.approx(calibration.TIMES, rel=0.03)
 
 
 def test_a_source_that_stops_while_it_is_measured_keeps_one_slot(

@@ -1,4 +1,4 @@
-"""The command `kvferry`: shows what a node server knows, as tables or JSON; acts on it; plans reads, and makes one.
+"""The command `kvferry`: shows what a node server knows, as tables or JSON; acts on it; and plans reads.
 
 Commands import what they need when they run, so that help is quick, and nothing here imports torch or NIXL.
 
@@ -13,10 +13,9 @@ import sys
 
 import typer
 
-from kvferry._cli.admin import abort, decline, drain, end_lease, evict, reference
+from kvferry._cli.admin import abort, decline, drain, end_lease, evict
 from kvferry._cli.doctor import doctor
-from kvferry._cli.fetch import fetch
-from kvferry._cli.node import engine, engines, health, info, requests, transfers, version
+from kvferry._cli.node import engine, engines, health, info, requests, transfers
 from kvferry._cli.plan import plan
 from kvferry._cli.render import safe
 from kvferry._cli.top import top
@@ -33,7 +32,7 @@ app = typer.Typer(
 )
 for _command in (
     *(info, engines, engine, requests, transfers, top, drain, end_lease, abort, evict, decline),
-    *(reference, health, plan, fetch, doctor, version),
+    *(health, plan, doctor),
 ):
     app.command()(_command)
 

@@ -1,5 +1,5 @@
 """Commands for operators, `kvferry drain`, `end-lease`, `abort` and `evict`, which ask before they act, unless given
-``--yes``; and for acting as a router, `kvferry reference` and `kvferry decline`."""
+``--yes``; and `kvferry decline`, as a router does."""
 
 from __future__ import annotations
 
@@ -126,24 +126,6 @@ def _leases(answer: Any) -> str:
         return "No lease is live."
     live = "1 lease is" if answer.leases == 1 else f"{answer.leases} leases are"
     return f"{live} live; the last ends in {lasting(answer.leases_remaining)} at the latest."
-
-
-def reference(
-    engine_id: Annotated[str, typer.Argument(metavar="ENGINE", help="engine_id of the source, or its deployment.")],
-    home: Annotated[
-        str, typer.Argument(metavar="HOME", help="host:port of the source's home; empty: readers have a directory.")
-    ] = "",
-    router_key: Annotated[str, typer.Option(metavar="KEY", help="Name of the request; without it a random one.")] = "",
-    data_parallel_rank: Annotated[int, typer.Option(metavar="N", min=0, help="Which engine of the deployment.")] = 0,
-) -> None:
-    """Make a reference as a router does.
-
-    For routers that ask source and destination at once: the source publishes under it, and the destination reads with
-    it; `kvferry transfers` lists who waits. It is a secret, made anew at each call.
-    """
-    from kvferry._wire.reference import router_reference
-
-    print(router_reference(home, engine_id, router_key=router_key, data_parallel_rank=data_parallel_rank))
 
 
 @with_connection

@@ -38,7 +38,7 @@ Directory = Annotated[
     typer.Option(
         envvar="KVFERRY_DIRECTORY",
         metavar="URL",
-        help="Directory of the fleet: etcd://HOST:PORT, dns:///NAME or file:/PATH.",
+        help="Directory of the fleet: etcd://HOST:PORT or file:/PATH.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: the fields of the protos, complete and stable.")]

@@ -43,7 +43,7 @@ def doctor(
     """Say what will be slow or fail on this host, and how to mend it.
 
     It takes some seconds, reads 64 MiB between two processes, and changes nothing. The exit code is 1 if there is a
-    problem. docs/doctor.md lists all findings.
+    problem. docs/doctor.md lists the checks.
     """
     from kvferry._doctor.catalogue import examine
     from kvferry._doctor.check import Host
@@ -65,7 +65,7 @@ def doctor(
         said = [
             f"{count} {level if count == 1 else words.get(level, level)}" for level, count in counts.items() if count
         ]
-        print(f"\n{', '.join(said)}. docs/doctor.md lists all findings.")
+        print(f"\n{', '.join(said)}. docs/doctor.md lists the checks.")
     if counts["problem"]:
         sys.exit(1)
 

@@ -1,19 +1,18 @@
 """Commands that show what node servers know: `kvferry info`, `health`, `engines` (of a whole fleet, too), `engine`,
-`requests` and `transfers`; and `kvferry version`."""
+`requests` and `transfers`."""
 
 from __future__ import annotations
 
 import json
 import math
-import platform
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from kvferry import __version__
 from kvferry._cli.connection import (
     DEFAULT_SERVER,
     AsJson,
@@ -40,7 +39,6 @@ MAX_AT_ONCE = 32  # Most node servers that are asked at once
 MOST_ROWS = 200
 """Most rows of a table of requests or transfers. A home may have a quarter of a million leases: to ask for them all and
 to draw them would take minutes."""
-PACKAGES = ("grpcio", "protobuf", "nixl", "torch")  # Packages whose versions a bug report needs
 
 OfEngine = Annotated[str, typer.Option("--engine", metavar="ID", help="Only of this engine.")]
 OfRequest = Annotated[str, typer.Option("--request", metavar="ID", help="Only of requests of this name.")]
@@ -122,11 +120,17 @@ def engines(
         raise typer.BadParameter("--all needs a directory: name it with --directory or KVFERRY_DIRECTORY")
     if every:
         servers = sorted(look_up(directory, connection.timeout, lambda listed: listed.listed()).homes)
+    servers = list(dict.fromkeys(servers))
+    with ThreadPoolExecutor(MAX_AT_ONCE, "kvferry-fleet") as pool:
+        found = list(zip(servers, pool.map(partial(_ask, connection), servers), strict=True))
+    answered = [(server, answer) for server, answer in found if not isinstance(answer, KvferryError)]
+    failed = [(server, answer) for server, answer in found if isinstance(answer, KvferryError)]
     # A single node server's answer or error is the output itself.
     single = not every and len(servers) == 1
-    answered, failed = ([(servers[0], _ask(servers[0], connection))], []) if single else _ask_all(servers, connection)
+    if single and failed:
+        raise failed[0][1]
     if as_json:
-        print_json(answered[0][1]) if single else _print_fleet(answered, failed)
+        print_json(answered[0][1]) if single else print(json.dumps({"homes": _homes(answered, failed)}, indent=2))
     elif any(response.engines for _, response in answered):
         console().print(listing(_rows(answered, with_home=not single)))
     else:
@@ -143,35 +147,21 @@ def engines(
         raise typer.Exit(1)
 
 
-def _ask(server: str, connection: Connection) -> ipb.ListEnginesResponse:
-    with connection.node(server) as node:
-        answer: ipb.ListEnginesResponse = node.listing("engines")
-        return answer
+def _ask(connection: Connection, server: str) -> ipb.ListEnginesResponse | KvferryError:
+    try:
+        with connection.node(server) as node:
+            answer: ipb.ListEnginesResponse = node.listing("engines")
+            return answer
+    except KvferryError as error:
+        return error
 
 
-def _ask_all(servers: list[str], connection: Connection) -> tuple[Answers, Failures]:
-    """Ask several node servers at once. Returns answers and errors, each in the given order."""
-
-    def outcome(server: str) -> ipb.ListEnginesResponse | KvferryError:
-        try:
-            return _ask(server, connection)
-        except KvferryError as error:
-            return error
-
-    servers = list(dict.fromkeys(servers))
-    with ThreadPoolExecutor(MAX_AT_ONCE, "kvferry-fleet") as pool:
-        found = list(zip(servers, pool.map(outcome, servers), strict=True))
-    answered = [(server, answer) for server, answer in found if not isinstance(answer, KvferryError)]
-    return answered, [(server, answer) for server, answer in found if isinstance(answer, KvferryError)]
-
-
-def _print_fleet(answered: Answers, failed: Failures) -> None:
+def _homes(answered: Answers, failed: Failures) -> list[dict[str, Any]]:
     homes = [{"server": server, "response": complete(response)} for server, response in answered]
-    errors = [
+    return homes + [
         {"server": server, "error": {"name": type(error).__name__, "reason": error.reason, "message": error.message}}
         for server, error in failed
     ]
-    print(json.dumps({"homes": [*homes, *errors]}, indent=2))
 
 
 def _rows(answered: Answers, *, with_home: bool) -> list[Row]:
@@ -260,18 +250,3 @@ def _show(node: Node, found: Listed, rows: Sequence[Row], none: str) -> None:
         print(f"kvferry: {more}", file=sys.stderr)
     if found.recovering:
         console().print(recovering(node.server), markup=False)
-
-
-def version(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: versions by package, null if missing.")] = False,
-) -> None:
-    """Show the versions of kvferry and of the packages it uses."""
-    from kvferry._doctor.software import version_of
-
-    found: dict[str, str | None] = {"kvferry": __version__, "python": platform.python_version()}
-    found |= {package: version_of(package) or None for package in PACKAGES}
-    if as_json:
-        print(json.dumps(found, indent=2))
-        return
-    for name, number in found.items():
-        print(f"{name:<10} {number or 'not installed'}")

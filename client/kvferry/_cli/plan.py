@@ -36,15 +36,8 @@ def plan(
     destination_engine: Annotated[
         str, typer.Option(metavar="ID@ADDRESS", help="A live engine at its home, instead of --destination.")
     ] = "",
-    rank: Annotated[
-        str, typer.Option(metavar="TP[,PP]", help="Plan for one destination rank only, by tp_rank and pp_rank.")
-    ] = "",
-    layers: Annotated[
-        str, typer.Option(metavar="A:B", help="Plan for layers A to B - 1 only, counted as the plan counts them.")
-    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; its shape is kept stable.")] = False,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the plan.")] = None,
-    striping: Annotated[bool, typer.Option(help="Spread reads over replicas.")] = True,
     *,
     connection: Connection,
 ) -> None:
@@ -57,7 +50,7 @@ def plan(
     try:
         theirs = _engine("source", source, source_engine, connection)
         mine = _engine("destination", destination, destination_engine, connection)
-        plans = _some_layers(_plans(theirs, mine, rank, striping), layers)
+        plans = _plans(theirs, mine)
     except (Incompatible, InvalidInput) as error:
         _refuse(error, as_json)
         raise typer.Exit(IMPOSSIBLE) from None
@@ -78,52 +71,17 @@ def plan(
         print("\n".join(safe(line) for line in to_text(plans).splitlines()))
 
 
-def _plans(source: EngineGeometry, destination: EngineGeometry, rank: str, striping: bool) -> list[ReadPlan]:
-    """Plan for the wanted ranks; raises `Incompatible` with the mismatches of all ranks."""
+def _plans(source: EngineGeometry, destination: EngineGeometry) -> list[ReadPlan]:
+    """Plan for all ranks; raises `Incompatible` with the mismatches of all ranks."""
     from kvferry.planner.coverage import Indexed, check_complete, diff
     from kvferry.planner.plan import plan_read
 
-    ranks = _ranks(destination, rank)
     for engine in (source, destination):
         check_complete(Indexed(engine))
     mismatches = diff(source, destination)
     if mismatches:
         raise Incompatible(mismatches)
-    return [plan_read(source, destination, index, striping=striping) for index in ranks]
-
-
-def _some_layers(plans: list[ReadPlan], wanted: str) -> list[ReadPlan]:
-    """Keep the parts of the plans that read the wanted layers; an empty string keeps all."""
-    from kvferry.planner.explain import layer_order
-
-    if not wanted:
-        return plans
-    begin, colon, end = wanted.partition(":")
-    order = layer_order(plans)
-    if not (colon and all(part.isascii() and part.isdigit() for part in (begin, end)) and int(begin) < int(end)):
-        raise typer.BadParameter(f"{wanted!r} is not A:B with A < B", param_hint="--layers")
-    if int(end) > len(order):
-        raise typer.BadParameter(f"there are {len(order)} layers, not {end}", param_hint="--layers")
-    names = {name for name, place in order.items() if int(begin) <= place < int(end)}
-    return [plan.only(lambda plane: plane.layer in names) for plan in plans]
-
-
-def _ranks(destination: EngineGeometry, wanted: str) -> list[int]:
-    """Return the indices of the ranks with the wanted tp_rank and pp_rank; all for an empty string."""
-    if not wanted:
-        return [rank.rank for rank in destination.ranks]
-    parts = wanted.split(",")
-    if len(parts) > 2 or not all(part.isascii() and part.isdigit() for part in parts):
-        raise typer.BadParameter(f"{wanted!r} is not TP or TP,PP", param_hint="--rank")
-    tp, pp = int(parts[0]), int(parts[1]) if len(parts) == 2 else None
-    found = [
-        rank.rank
-        for rank in destination.ranks
-        if rank.labels.get("tp_rank", rank.rank) == tp and pp in (None, rank.labels.get("pp_rank", 0))
-    ]
-    if not found:
-        raise typer.BadParameter(f"engine {destination.engine_id!r} has no rank {wanted}", param_hint="--rank")
-    return found
+    return [plan_read(source, destination, rank.rank) for rank in destination.ranks]
 
 
 def _engine(side: str, file: Path | None, live: str, connection: Connection) -> EngineGeometry:

@@ -1,5 +1,5 @@
-"""`kvferry top`: looks repeatedly at node servers, and shows them as a screen, lines or JSON; rates are differences
-between two looks at one node server."""
+"""`kvferry top`: looks repeatedly at node servers, and shows them as tables or JSON; rates are differences between two
+looks at one node server."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvferry._cli.connection import DEFAULT_SERVER, Connection, Node, with_connection
-from kvferry._cli.render import console, listing, safe, table
-from kvferry._summaries import as_dict, size, transfer_row
+from kvferry._cli.render import console, listing
+from kvferry._summaries import Row, as_dict, size, transfer_row
 from kvferry.errors import InvalidField, KvferryError
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
-    from rich.table import Table
 
     from kvferry.v1 import introspection_pb2 as ipb
 
@@ -36,8 +35,9 @@ SERVERS_AT_ONCE = 16  # How many node servers are asked at once
 PAGES = 4
 """Most pages of a list that one look asks for, each of at most 1000 entries and 256 KiB: a look stays cheap for the
 node server, however many leases it has."""
-MOST_LISTED = 100  # Most reads, and pairs of engines, in JSON and in lines
+MOST_LISTED = 100  # Most reads, and pairs of engines, in JSON
 FRAME = 4  # Lines of a table that are not rows: title, head, rule, and the line that counts omitted rows
+PIPED_LINES = 200  # Lines of the tables where there is no terminal to fit
 SHOWN = ("server", "error", "restarted", "recovering", "engines", "publications", "leases", "whole")
 """The fields of a `Look` that JSON has unchanged."""
 
@@ -64,7 +64,7 @@ def top(
     """Watch what moves: live reads, rates, leases and peers.
 
     Rates are of bytes that ranks have reported, which they do when they end. In a terminal it draws a screen; a pipe
-    gets lines, or with --json a JSON object for each look, in a line of its own.
+    gets the tables of each look, or with --json a JSON object for each look, in a line of its own.
     """
     try:
         with ExitStack() as stack:
@@ -74,7 +74,7 @@ def top(
             # The channels, which are closed after the pool, end calls in progress.
             stack.callback(threads.shutdown, wait=False, cancel_futures=True)
             drawn = sys.stdout.isatty() and not (once or as_json)
-            show = stack.enter_context(_screen(interval)) if drawn else print_looks if as_json else _print_lines
+            show = stack.enter_context(_screen(interval)) if drawn else print_looks if as_json else _print_tables
             while True:
                 began = time.monotonic()
                 looks = list(threads.map(Looker.look, lookers))
@@ -109,8 +109,11 @@ def _values(read: ipb.TransferSummary) -> dict[str, Any]:
         return {"error": error.message}
 
 
-def _print_lines(looks: Sequence[Look]) -> None:
-    print("\n".join(lines(looks, time.strftime("%H:%M:%S"))), flush=True)
+def _print_tables(looks: Sequence[Look]) -> None:
+    out = console()
+    with out.capture() as printed:
+        out.print(Screen("", looks), height=PIPED_LINES)
+    print(printed.get(), flush=True)
 
 
 @contextmanager
@@ -118,69 +121,60 @@ def _screen(interval: float) -> Iterator[Callable[[Sequence[Look]], None]]:
     """Draw on the terminal, and restore its screen at the end, also after SIGTERM."""
     from rich.live import Live
 
-    screen = Screen(interval)
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         # Drawn several times a second, to follow the terminal's size.
-        with Live(screen, console=console(), screen=True, refresh_per_second=4):
-            yield screen.show
+        with Live(console=console(), screen=True, refresh_per_second=4) as live:
+            yield lambda looks: live.update(Screen(f"every {interval:g} s  (Ctrl-C ends it)", looks))
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-@dataclass(slots=True)
 class Screen:
-    """The latest looks, drawn to fit the terminal."""
+    """Looks as tables that fit the height: node servers in a third of it, peers in half of what is left, then reads."""
 
-    interval: float
-    looks: Sequence[Look] = ()
-    pairs: Sequence[tuple[str, Peers]] = ()
-    reads: Sequence[tuple[str, ipb.TransferSummary]] = ()
-    at: str = ""
-
-    def show(self, looks: Sequence[Look]) -> None:
-        self.looks, self.at = looks, time.strftime("%H:%M:%S")
-        self.pairs, self.reads = busiest(looks), most_pressing(looks)
+    def __init__(self, note: str, looks: Sequence[Look]) -> None:
+        self._head = f"kvferry top  {time.strftime('%H:%M:%S')}  {note}"
+        reads = [transfer_row(read) for _, read in most_pressing(looks)]
+        self._tables = (
+            ("Node servers", list(map(_server_row, looks)), len(looks), 1 / 3),
+            ("Peers", [_peers_row(*pair) for pair in busiest(looks)], 0, 1 / 2),
+            ("Reads", reads, sum(look.leases for look in looks), 1.0),
+        )
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text
 
-        looks, pairs, reads = self.looks, self.pairs, self.reads
-        head = f"kvferry top  {self.at}  every {self.interval:g} s  (Ctrl-C ends it)"
-        yield Text(head, no_wrap=True, overflow="crop")
+        yield Text(self._head, no_wrap=True, overflow="crop")
         left = max(0, (options.max_height or console.height) - 1)
-        servers = min(len(looks), max(1, left // 3 - FRAME))
-        yield _servers(looks[:servers], len(looks) - servers)
-        left -= servers + FRAME
-        rows = max(0, min(len(pairs), left // 2 - FRAME))
-        if rows:
-            yield _pairs(pairs[:rows], len(pairs) - rows)
-            left -= rows + FRAME
-        rows = max(0, min(len(reads), left - FRAME))
-        if rows:
-            live = sum(look.leases for look in looks)
-            shown = reads[:rows]
-            made = listing([transfer_row(read) for _, read in shown], title="Reads")
-            yield _one_line_each(made, live - sum(has_lease(read) for _, read in shown))
+        for title, rows, count, share in self._tables:
+            shown = rows[: max(title == "Node servers", int(left * share) - FRAME)]
+            if shown:
+                made = listing(shown, title)
+                for column in made.columns:
+                    # Cut instead of wrapped, so that each row is one line.
+                    column.no_wrap, column.overflow = True, "ellipsis"
+                if (more := max(count, len(rows)) - len(shown)) > 0:
+                    made.caption, made.caption_justify = f"and {more} more", "left"
+                yield made
+                left -= len(shown) + FRAME
 
 
-def lines(looks: Sequence[Look], at: str) -> Iterator[str]:
-    """Return the looks as lines, each of which can be read alone."""
-    for look in looks:
-        name = safe(look.server)
-        if look.error:
-            yield f"{at} {name}: {safe(look.error)}"
-            continue
-        again = f" ({look.state})" if look.state else ""
-        yield (
-            f"{at} {name}{again}: {look.engines} engines, {look.publications} publications, {look.leases} leases, "
-            f"{_rate(look)}"
-        )
-    for server, peers in busiest(looks)[:MOST_LISTED]:
-        yield (
-            f"{at} {safe(server)}: {safe(peers.source)} -> {safe(peers.reader)}: {peers.reading} reading, "
-            f"{peers.ended} ended, {size(peers.bytes)}, {_per_second(peers.rate)}"
-        )
+def _server_row(look: Look) -> Row:
+    counts = ("-", "-", "-") if look.error else (look.engines, look.publications, look.leases)
+    rate = f"{'' if look.whole else 'at least '}{_per_second(look.rate)}"
+    names = ">Engines", ">Publications", ">Leases"
+    state = "restarted" if look.restarted else "recovering" if look.recovering else look.error or "ok"
+    return {"Server": look.server, **dict(zip(names, counts, strict=True)), ">Rate": rate, "State": state}
+
+
+def _peers_row(server: str, of: Peers) -> Row:
+    counts = {">Reading": of.reading, ">Ended": of.ended, ">Bytes": size(of.bytes), ">Rate": _per_second(of.rate)}
+    return {"Source": of.source, "Reader": of.reader, **counts, "At": server}
+
+
+def _per_second(rate: float | None) -> str:
+    return "-" if rate is None else f"{size(round(rate))}/s"
 
 
 def busiest(looks: Sequence[Look]) -> list[tuple[str, Peers]]:
@@ -201,46 +195,6 @@ def most_pressing(looks: Sequence[Look]) -> list[tuple[str, ipb.TransferSummary]
         return (2, 0, *number) if transfer.publication else (1, -transfer.waited.ToNanoseconds(), *number)
 
     return sorted(((look.server, read) for look in looks for read in look.transfers), key=place)
-
-
-def _servers(looks: Sequence[Look], more: int) -> Table:
-    rows = (
-        (look.server, *"----", look.error)
-        if look.error
-        else (
-            *(look.server, look.engines, look.publications, look.leases, _rate(look)),
-            look.state or "ok",
-        )
-        for look in looks
-    )
-    columns = "Server", ">Engines", ">Publications", ">Leases", ">Rate", "State"
-    return _one_line_each(table(*columns, rows=rows, title="Node servers"), more)
-
-
-def _pairs(pairs: Sequence[tuple[str, Peers]], more: int) -> Table:
-    rows = (
-        (of.source, of.reader, of.reading, of.ended, size(of.bytes), _per_second(of.rate), server)
-        for server, of in pairs
-    )
-    columns = "Source", "Reader", ">Reading", ">Ended", ">Bytes", ">Rate", "At"
-    return _one_line_each(table(*columns, rows=rows, title="Peers"), more)
-
-
-def _one_line_each(made: Table, more: int) -> Table:
-    """Cut cells instead of wrapping them, so that the table has the expected number of lines."""
-    for column in made.columns:
-        column.no_wrap, column.overflow = True, "ellipsis"
-    if more > 0:
-        made.caption, made.caption_justify = f"and {more} more", "left"
-    return made
-
-
-def _rate(look: Look) -> str:
-    return f"{'' if look.whole else 'at least '}{_per_second(look.rate)}"
-
-
-def _per_second(rate: float | None) -> str:
-    return "-" if rate is None else f"{size(round(rate))}/s"
 
 
 def has_lease(read: ipb.TransferSummary) -> bool:
@@ -278,11 +232,6 @@ class Look:
     transfers: Sequence[ipb.TransferSummary] = ()  # The first reads, or all
     whole: bool = True  # Whether the lists were short enough to be complete
     peers: Sequence[Peers] = ()
-
-    @property
-    def state(self) -> str:
-        """What is to be known of the numbers; empty: nothing."""
-        return "restarted" if self.restarted else "recovering" if self.recovering else ""
 
     @property
     def rate(self) -> float | None:

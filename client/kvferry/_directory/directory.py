@@ -91,12 +91,10 @@ class Listed:
         homes: ``host:port`` of every node server, with and without engines.
         engines: the engines, the last listed at the end. An engine may be listed twice, e.g. while its old home has not
             noticed yet that the engine moved.
-        aliases: further addresses of the same homes, which references may contain.
     """
 
     homes: frozenset[str] = frozenset()
     engines: tuple[Listing, ...] = ()
-    aliases: frozenset[str] = frozenset()
 
     def find(self, engine_id: str, incarnation: bytes = b"") -> Listing | None:
         """Return the listing of this incarnation of an engine, else the engine's newest listing, else None.
@@ -110,7 +108,7 @@ class Listed:
 
     def covers(self, home: str) -> bool:
         """Whether a listed home has this address."""
-        return home in self.homes or home in self.aliases or any(listing.home == home for listing in self.engines)
+        return home in self.homes or any(listing.home == home for listing in self.engines)
 
 
 def checked_home(home: str) -> str:
@@ -143,7 +141,7 @@ class Directory(Closing, ABC):
 
     Attributes:
         name: the directory's URL, for messages.
-        publishes: whether node servers can publish in the directory. Other kinds are written by people or Kubernetes.
+        publishes: whether node servers can publish in the directory. Files are written by people.
     """
 
     publishes: ClassVar[bool] = False

@@ -25,8 +25,7 @@ from kvferry._directory import etcd_v3_pb2 as etcd
 from kvferry._directory.directory import Directory, Listed, Listing, checked_home, unavailable
 from kvferry._logs import Log
 from kvferry._wire.channel import TlsConfig, connect
-from kvferry._wire.status import is_too_large
-from kvferry.errors import DirectoryUnavailable, InvalidField, MessageTooLarge
+from kvferry.errors import DirectoryUnavailable, InvalidField
 
 logger = Log(__name__)
 
@@ -43,16 +42,8 @@ WITH_LEADER = ("hasleader", "true")
 TOKEN_REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT)
 """etcd's answers to a token that it no longer knows, and to a token from before a change of users."""
 
-PAGE = 1000  # Most keys in one request; fewer if values are large, because an answer of etcd has to fit a message
+PAGE = 200  # Most keys in one request: an answer of etcd has to fit a message of 4 MiB, and an entry has up to 16 KiB
 WITHDRAW_TIMEOUT = 2.0  # Seconds that a stopping node server waits for etcd to withdraw its listings
-
-MAX_KEYS = 200_000
-MAX_BYTES = 64 << 20
-"""Most listings, and most bytes of keys and values, that a client takes from a directory, so that a peer that can write
-there cannot fill the client's memory."""
-
-MAX_NAMED = 100  # Most keys without a listing that the log names, and most bytes of each
-MAX_PROBLEM = 500  # Most characters of a log line's reason why a key is no listing
 
 
 class EtcdDirectory(Directory):
@@ -139,27 +130,14 @@ class EtcdDirectory(Directory):
         self._entries.clear()
         request = etcd.RangeRequest(key=self._begin, range_end=self._end, limit=PAGE)
         while True:
-            try:
-                answer = self._reading.call("KV/Range", request, etcd.RangeResponse)
-            except MessageTooLarge as error:
-                if request.keys_only:
-                    raise unavailable(self.name, f"it has a key that is itself too large: {error.message}") from None
-                # A single value that is too large is skipped: ask for its key only.
-                request.keys_only = request.limit == 1
-                request.limit = max(1, request.limit // 2)
-                continue
+            answer = self._reading.call("KV/Range", request, etcd.RangeResponse)
             for entry in answer.kvs:
-                if request.keys_only:
-                    self._entries.skip(entry.key, "its value is larger than an answer of etcd may be")
-                else:
-                    self._entries.put(entry)
-            if not request.revision:
-                # Further pages are read at the same revision.
-                request.revision = answer.header.revision
+                self._entries.put(entry)
+            # Further pages are read at the same revision.
+            request.revision = request.revision or answer.header.revision
             if not answer.more or not answer.kvs:
                 return request.revision
             request.key = answer.kvs[-1].key + b"\0"
-            request.keys_only, request.limit = False, min(PAGE, 2 * request.limit)
 
     def _watch(self, revision: int) -> None:
         """Follow all changes after this revision. Returns if etcd no longer has them, so that all keys must be read."""
@@ -191,22 +169,20 @@ class Entries:
     """The listings below a prefix. Belongs to the thread that follows the directory; `name` is the directory's URL.
 
     Foreign keys, such as those of a directory with a prefix below this one, are ignored. The log names a key of this
-    directory once if its value is no listing, or the listing of another key.
+    directory if its value is no listing, or the listing of another key.
     """
 
     def __init__(self, name: str, prefix: str) -> None:
         self._name = name
         self._prefix = prefix
-        self._found: dict[bytes, tuple[int, int, str | Listing]] = {}
-        """By key: bytes of key and value, the revision at which it was listed, and the home or the engine."""
-        self._bytes = 0
-        self._named: set[bytes] = set()
+        self._found: dict[bytes, tuple[int, str | Listing]] = {}
+        """By key: the revision at which it was listed, and the home or the engine."""
 
     def clear(self) -> None:
-        self._found, self._bytes = {}, 0
+        self._found = {}
 
     def put(self, entry: etcd.KeyValue) -> None:
-        """Add or replace a key and its value. Raises `DirectoryUnavailable` if the limits are exceeded."""
+        """Add or replace a key and its value."""
         self.drop(entry.key)
         kind, *names = entry.key[len(self._prefix.encode()) + 1 :].split(b"/")
         found: str | Listing
@@ -222,32 +198,18 @@ class Entries:
             if meant != entry.key:
                 raise InvalidField("key", entry.key.decode(), f"{meant.decode()}, as the value says")
         except (InvalidField, UnicodeDecodeError) as error:
-            # A peer that may write there may write anything, but that does not make other entries wrong.
-            self.skip(entry.key, str(error))
+            # One wrong entry does not make the others wrong.
+            shown = ascii(entry.key.decode(errors="replace")), self._name, str(error)
+            logger.warning("the key %.100s in %s is not a listing and is left out: %.500s", *shown)
             return
-        size = len(entry.key) + len(entry.value)
-        self._found[entry.key] = size, entry.create_revision, found
-        self._bytes += size
-        if len(self._found) > MAX_KEYS:
-            raise unavailable(self._name, f"it has more than {MAX_KEYS} listings")
-        if self._bytes > MAX_BYTES:
-            raise unavailable(self._name, f"its listings have more than {MAX_BYTES} bytes")
+        self._found[entry.key] = entry.create_revision, found
 
     def drop(self, key: bytes) -> None:
-        size, *_ = self._found.pop(key, (0,))
-        self._bytes -= size
-
-    def skip(self, key: bytes, problem: str) -> None:
-        # A peer that can write there can make keys of a megabyte.
-        shown = key[:MAX_NAMED]
-        if shown not in self._named and len(self._named) < MAX_NAMED:
-            self._named.add(shown)
-            name, problem = ascii(shown.decode(errors="replace")), problem[:MAX_PROBLEM]
-            logger.warning("the key %s in %s is not a listing and is left out: %s", name, self._name, problem)
+        self._found.pop(key, None)
 
     def listed(self) -> Listed:
-        homes = frozenset(found if isinstance(found, str) else found.home for *_, found in self._found.values())
-        engines = [(revision, found) for _, revision, found in self._found.values() if isinstance(found, Listing)]
+        homes = frozenset(found if isinstance(found, str) else found.home for _, found in self._found.values())
+        engines = [(revision, found) for revision, found in self._found.values() if isinstance(found, Listing)]
         # The newest last; within a revision by name.
         engines.sort(key=lambda each: (each[0], each[1].engine_id, each[1].home))
         return Listed(homes, tuple(listing for _, listing in engines))
@@ -276,7 +238,7 @@ class EtcdCalls:
     def call(self, method: str, request: Message, answer: type[Answer], timeout: float | None = None) -> Answer:
         """Call a method with one answer, such as ``KV/Put``; also a streaming method, since gRPC sends the same bytes
         for one request and one answer. `timeout` is in seconds; None: `CALL_TIMEOUT`. Raises `DirectoryUnavailable` if
-        there is no answer or etcd refused, and `MessageTooLarge` if the answer does not fit a message."""
+        there is no answer or etcd refused."""
         had_token = bool(self._token)
         try:
             made = self._dialled().unary_unary(PACKAGE + method, type(request).SerializeToString, answer.FromString)
@@ -338,12 +300,10 @@ class EtcdCalls:
             self._token = made(request, timeout=CALL_TIMEOUT).token
         return (WITH_LEADER, ("token", self._token)) if self._token else (WITH_LEADER,)
 
-    def _failed(self, error: grpc.RpcError) -> Exception:
-        """Return the error to raise, and go on with the next endpoint, unless that would answer the same."""
+    def _failed(self, error: grpc.RpcError) -> DirectoryUnavailable:
+        """Return the error to raise, and go on with the next endpoint."""
         endpoint = self._endpoint
         call = cast("grpc.Call", error)
-        if is_too_large(call.code().name, call.details() or ""):
-            return MessageTooLarge(f"{endpoint}: {call.details()}", address=endpoint)
         self._at += 1
         self._token = ""
         channel, self._channel = self._channel, None

@@ -57,7 +57,7 @@ def listed_in(path: Path) -> Listed:
         raise InvalidField("directory", f"{path}", f"a file of at most {MAX_FILE_BYTES} bytes")
     kind = "TOML" if path.suffix == ".toml" else "JSON"
     try:
-        said: Any = _toml(content.decode()) if kind == "TOML" else json.loads(content)
+        said: Any = parse_toml(content.decode()) if kind == "TOML" else json.loads(content)
     except (ValueError, RecursionError) as error:
         raise InvalidField("directory", f"{path}", f"{kind} ({error})") from None
     fields = _table("directory", said, "a table with homes and engines", "homes", "engines")
@@ -84,7 +84,8 @@ def _table(where: str, value: object, expected: str, *names: str) -> dict[object
     return fields
 
 
-def _toml(content: str) -> object:
+def parse_toml(content: str) -> dict[str, Any]:
+    """Parse a file in TOML; raises `ValueError`."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:

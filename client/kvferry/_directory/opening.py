@@ -1,14 +1,12 @@
 """Directories by their URLs.
 
 file:/etc/kvferry/directory.toml
-dns:///kvferry-homes.default.svc.cluster.local:7423       dns://10.96.0.10/NAME  asks another name server
 etcd://etcd-0:2379,etcd-1:2379/kvferry?user=kvferry&password_file=/etc/kvferry/etcd-password
 etcds://etcd-0:2379/kvferry?ca=/etc/kvferry/etcd-ca.pem   over TLS; with cert= and key= for a client certificate
 """
 
 from __future__ import annotations
 
-import ipaddress
 from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
@@ -19,11 +17,10 @@ from kvferry._directory.file import FileDirectory
 from kvferry._wire.channel import Address, TlsConfig, parse_address
 from kvferry.errors import InvalidField
 
-DEFAULT_PORT = 7423  # The port of node servers, where a name in DNS has no SRV record and the URL no port
 DEFAULT_PREFIX = "/kvferry"  # Prefix of keys in etcd if the URL has none
 
 MAX_ENDPOINTS = 16
-FORMS = "file:/PATH, dns:///NAME[:PORT], or etcd://HOST:PORT[,HOST:PORT]/PREFIX (etcds:// for TLS)"
+FORMS = "file:/PATH or etcd://HOST:PORT[,HOST:PORT]/PREFIX (etcds:// for TLS)"
 OF_ETCD = ("user", "password_file", "ca", "cert", "key")
 
 
@@ -31,11 +28,11 @@ def open_directory(url: str) -> Directory:
     """Open the directory at a URL. From its first use on it is read in the background.
 
     Args:
-        url: ``file:/etc/kvferry/directory.toml``, ``dns:///name:port`` or ``etcd://host:port,host:port/prefix``; see
+        url: ``file:/etc/kvferry/directory.toml`` or ``etcd://host:port,host:port/prefix``; see
             docs/deployment.md. URLs contain no password: etcd's is read from the file in ``password_file``.
 
     Raises:
-        InvalidField: the URL has another form, or needs a file or package that is missing.
+        InvalidField: the URL has another form, or needs a file that is missing.
     """
     given = text("directory", url)
     if not given.isprintable():
@@ -53,36 +50,9 @@ def open_directory(url: str) -> Directory:
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
             raise InvalidField("directory", given, "file:/PATH, an absolute path")
         return FileDirectory(given, Path(unquote(parts.path)))
-    if parts.scheme == "dns":
-        return _dns(given, parts)
     if parts.scheme in ("etcd", "etcds"):
         return _etcd(given, parts)
     raise InvalidField("directory", given, FORMS)
-
-
-def _dns(url: str, parts: SplitResult) -> Directory:
-    expected = "dns:///NAME[:PORT] or dns://IP[:PORT]/NAME[:PORT]"
-    try:
-        from kvferry._directory.dns import DnsDirectory
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "dns":
-            raise
-        needed = "a kind that is installed: dns needs dnspython, pip install 'kvferry[directory]'"
-        raise InvalidField("directory", url, needed) from None
-    domain, colon, _ = parts.path.lstrip("/").partition(":")
-    if not domain or "/" in domain:
-        raise InvalidField("directory", url, expected)
-    port = _address(parts.path.lstrip("/"), url, expected).port if colon else DEFAULT_PORT
-    server = None
-    if parts.netloc:
-        has_port = ":" in parts.netloc and not parts.netloc.endswith("]")
-        asked = _address(parts.netloc if has_port else f"{parts.netloc}:53", url, expected)
-        try:
-            ipaddress.ip_address(asked.host)
-        except ValueError:
-            raise InvalidField("directory", url, expected) from None
-        server = asked.host, asked.port
-    return DnsDirectory(url, domain.rstrip("."), port, server)
 
 
 def _etcd(url: str, parts: SplitResult) -> Directory:

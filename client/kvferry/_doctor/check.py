@@ -12,6 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+FINDINGS = Path(__file__).with_name("findings.md")
+"""The texts of the findings, in one table for each check."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -27,7 +30,7 @@ class Finding:
 @functools.cache
 def table() -> dict[str, tuple[str, str, str]]:
     """Return level, meaning and remedy of each finding, by name."""
-    text = Path(__file__).with_name("findings.md").read_text(encoding="utf-8")
+    text = FINDINGS.read_text(encoding="utf-8")
     rows = (re.split(r" ?\| ?", line) for line in text.splitlines() if line.startswith("| `"))
     return {name.strip("`"): (level, means, remedy) for _, name, level, means, remedy, _ in rows}
 
@@ -81,10 +84,6 @@ class Host:
         """Return the names of RDMA devices, such as ``mlx5_0``."""
         return self.names("/sys/class/infiniband")
 
-    def gpu_files(self) -> list[str]:
-        """Return the names of NVIDIA's device files, such as ``nvidia0``."""
-        return [name for name in self.names("/dev") if name.startswith("nvidia") and name[6:].isdigit()]
-
     def gpus(self) -> list[str]:
         """Return the GPUs that the system knows: NVIDIA's by model, and whether there is an AMD GPU."""
         found = []
@@ -92,7 +91,8 @@ class Host:
             lines = self.text(f"/proc/driver/nvidia/gpus/{name}/information").splitlines()
             found.append(next((line.partition(":")[2].strip() for line in lines if line.startswith("Model")), name))
         # Without /proc/driver, as some sandboxes are, the device files remain.
-        return found or self.gpu_files() or (["an AMD GPU (/dev/kfd)"] if self.path("/dev/kfd").exists() else [])
+        files = [name for name in self.names("/dev") if name.startswith("nvidia") and name[6:].isdigit()]
+        return found or files or (["an AMD GPU (/dev/kfd)"] if self.path("/dev/kfd").exists() else [])
 
 
 def python(code: str, *arguments: str) -> list[str]:

@@ -10,21 +10,17 @@ from importlib import metadata, util
 from kvferry._doctor.check import Finding, Host, finding
 
 RANGES: dict[str, tuple[str, str]] = {
-    "grpcio": ("1.80", "2"),
+    "grpcio": ("1.84", "2"),
     "protobuf": ("4.25.3", "8"),
     "numpy": ("1.26", ""),
     "nixl": ("1.5.1", "2"),
 }
 """The first version that kvferry accepts, and the first too new one, as in pyproject.toml."""
 
-ONE_QUEUE_UNTIL = "1.84"
-"""Before this version, grpcio handles the calls of all methods one after another (docs/grpc.md)."""
-
-SERVER = ("uvloop", "grpcio-health-checking", "grpcio-reflection", "pydantic-settings")
+SERVER = ("uvloop", "grpcio-health-checking", "grpcio-reflection", "pydantic")
 
 _RDMA = {"ib", "rc", "rc_v", "rc_x", "rc_mlx5", "rc_verbs", "dc", "dc_x", "dc_mlx5", "ud", "ud_v", "ud_x", "srd"}
 _CUDA = {"cuda", "cuda_copy", "cuda_ipc", "gpu"}
-_UCX_VERBOSE = {"debug", "trace", "trace_req", "trace_data", "trace_async", "trace_func", "trace_poll", "data"}
 
 
 def version_of(package: str) -> str:
@@ -51,8 +47,6 @@ def packages(host: Host) -> list[Finding]:
             said = f"{package} {version}; kvferry needs {wanted}"
             findings.append(finding("package-out-of-range", said, f"pip install '{package}{wanted}'"))
     fit = not findings
-    if _parts(RANGES["grpcio"][0]) <= _parts(found["grpcio"]) < _parts(ONE_QUEUE_UNTIL):
-        findings.append(finding("grpcio-one-queue", f"grpcio {found['grpcio']}"))
     if not found["nixl"]:
         findings.append(finding("nixl-missing", "NIXL is not installed for this Python"))
     elif util.find_spec("grpc_tools") is not None:
@@ -76,10 +70,6 @@ _VARIABLES: tuple[tuple[str, str, Callable[[str], bool]], ...] = (
     ("UCX_TCP_RX_SEG_SIZE", "ucx-tcp-segments", _small),
     ("UCX_TCP_USER_TIMEOUT", "ucx-tcp-user-timeout", lambda value: value != "inf"),
     ("UCX_RCACHE_MAX_UNRELEASED", "ucx-rcache-unbounded", lambda value: value in ("inf", "infinity")),
-    ("UCX_LOG_LEVEL", "verbose-logging", lambda value: value in _UCX_VERBOSE),
-    ("NIXL_LOG_LEVEL", "verbose-logging", lambda value: value in ("debug", "trace")),
-    ("GRPC_VERBOSITY", "verbose-logging", lambda value: value in ("debug", "info")),
-    ("GRPC_TRACE", "verbose-logging", lambda value: value != "none"),
     ("PYTORCH_CUDA_ALLOC_CONF", "torch-expandable-segments", lambda value: "expandable_segments:true" in value),
     ("PYTORCH_ALLOC_CONF", "torch-expandable-segments", lambda value: "expandable_segments:true" in value),
 )
@@ -87,7 +77,7 @@ _VARIABLES: tuple[tuple[str, str, Callable[[str], bool]], ...] = (
 
 
 def environment(host: Host) -> list[Finding]:
-    findings = [*_transports(host), *_places(host)]
+    findings = _transports(host)
     for name, kind, bad in _VARIABLES:
         value = host.environ.get(name, "").lower().replace(" ", "")
         if value and bad(value):
@@ -124,22 +114,3 @@ def _transports(host: Host) -> list[Finding]:
         "ucx-tls-without-cuda": bool(host.gpus()) and not _allowed(value, _CUDA),
     }
     return [finding(name, f"UCX_TLS={value}") for name, lacks in lacking.items() if lacks]
-
-
-def _places(host: Host) -> list[Finding]:
-    said = {}
-    devices = host.environ.get("UCX_NET_DEVICES", "")
-    there = [*host.names("/sys/class/net"), *host.rdma_devices()]
-    named = [] if devices.startswith("^") else [name.strip().partition(":")[0] for name in devices.split(",")]
-    # UCX also takes patterns, which are not checked here.
-    missing = [name for name in named if name not in (*there, "", "all") and not set(name) & set("*?[")]
-    if missing:
-        found = f"not there: {', '.join(missing)}; there: {', '.join(there)}"
-        said["ucx-net-devices-missing"] = f"UCX_NET_DEVICES={devices}; {found}"
-    roots = host.environ.get("GRPC_DEFAULT_SSL_ROOTS_FILE_PATH", "")
-    if roots and not host.text(roots):
-        said["grpc-roots-missing"] = f"GRPC_DEFAULT_SSL_ROOTS_FILE_PATH={roots}, which cannot be read or is empty"
-    plugins = host.environ.get("NIXL_PLUGIN_DIR", "")
-    if plugins and "libplugin_UCX.so" not in host.names(plugins):
-        said["nixl-plugins-missing"] = f"NIXL_PLUGIN_DIR={plugins}, which has no libplugin_UCX.so"
-    return [finding(name, text) for name, text in said.items()]

@@ -1,20 +1,16 @@
-"""Checks of the system: memory, files, cores, the clock, GPUs and network cards."""
+"""Checks of the system: memory, files, cores and GPUs."""
 
 from __future__ import annotations
 
 import os
 import re
 import resource
-import time
+from pathlib import Path
 
 from kvferry._doctor.check import Finding, Host, finding
-from kvferry._doctor.software import version_of
 
 ENOUGH_FILES = 4096
-ENOUGH_SHARED = 1 << 30
 THROTTLED_SHARE = 0.05
-SLOW_MBITS = 10_000
-SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies", "refined-jiffies", "pit")
 
 _TRIED = 16 << 20
 _CAP_IPC_LOCK = 14
@@ -73,39 +69,14 @@ def cpus(host: Host) -> list[Finding]:
 
 def _quota(host: Host) -> tuple[float, int, int]:
     """Return the cores' time that the cgroup allows (0: all), its periods, and the periods in which it was stopped."""
-    for unified, folder in _cgroups(host):
-        if unified:
-            limit, _, period = host.text(f"{folder}/cpu.max").partition(" ")
-        else:
-            limit, period = host.text(f"{folder}/cpu.cfs_quota_us"), host.text(f"{folder}/cpu.cfs_period_us")
+    path = host.text("/proc/self/cgroup").rpartition("::")[2].strip("/")
+    for name in (path, *(str(above) for above in Path(path).parents)):
+        folder = f"/sys/fs/cgroup/{name}"
+        limit, _, period = host.text(f"{folder}/cpu.max").partition(" ")
         if limit.isdigit() and period.isdigit() and int(period):
             stat = dict(re.findall(r"^(\w+) (\d+)$", host.text(f"{folder}/cpu.stat"), re.MULTILINE))
             return int(limit) / int(period), int(stat.get("nr_periods", 0)), int(stat.get("nr_throttled", 0))
     return 0.0, 0, 0
-
-
-def _cgroups(host: Host) -> list[tuple[bool, str]]:
-    """Return the folders of this process's cgroup and its parents, nearest first, and whether each is of version 2."""
-    folders = []
-    for line in host.text("/proc/self/cgroup").splitlines():
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        roots = ("/sys/fs/cgroup/cpu",) if controllers else ("/sys/fs/cgroup", "/sys/fs/cgroup/unified")
-        names = [name for name in path.split("/") if name and name != ".."]
-        for depth in range(len(names), -1, -1):
-            folders += [(not controllers, "/".join([root, *names[:depth]])) for root in roots]
-    return folders
-
-
-def shared_memory(host: Host) -> list[Finding]:
-    try:
-        found = os.statvfs(host.path("/dev/shm"))
-    except OSError:
-        return [finding("shared-memory-little", "there is no /dev/shm")]
-    total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
-    name = "shared-memory-enough" if total >= ENOUGH_SHARED else "shared-memory-little"
-    return [finding(name, f"/dev/shm: {_size(total)}, {_size(free)} free")]
 
 
 def _size(count: int) -> str:
@@ -117,54 +88,13 @@ def _size(count: int) -> str:
     return f"{count / 1024:.3g} KiB"
 
 
-def clock(host: Host) -> list[Finding]:
-    """Check the source of the leases' clock, and how long this host was suspended. Clocks of two hosts are never
-    compared (PROTOCOL)."""
-    boottime = getattr(time, "CLOCK_BOOTTIME", None)
-    if boottime is None:
-        return [finding("clock-without-suspends", "no CLOCK_BOOTTIME")]
-    suspended = time.clock_gettime(boottime) - time.clock_gettime(time.CLOCK_MONOTONIC)
-    source = host.text("/sys/devices/system/clocksource/clocksource0/current_clocksource")
-    said = {}
-    if suspended > 1.0:
-        said["clock-suspended"] = f"since its start this host was suspended for {suspended:,.0f} s"
-    if source in SLOW_CLOCKS:
-        said["clock-slow-source"] = f"the kernel's clock source is {source}"
-    if not said:
-        said["clock-good"] = f"CLOCK_BOOTTIME, from {source or 'an unknown source'}; never suspended"
-    return [finding(name, text) for name, text in said.items()]
-
-
 def gpu(host: Host) -> list[Finding]:
     found = host.gpus()
     if not found:
         return [finding("gpu-none", "no GPU: KV caches here are in host memory")]
-    said = {"gpu-found": ", ".join(found)}
-    nvidia = "AMD" not in found[0]
-    if nvidia and not host.gpu_files():
-        said["gpu-not-given"] = f"{len(found)} in /proc/driver/nvidia/gpus, none as /dev/nvidia0 or the like"
-    visible = host.environ.get("CUDA_VISIBLE_DEVICES", "0")
-    if visible.strip() in ("", "-1", "none", "NoDevFiles"):
-        said["gpu-hidden"] = f"CUDA_VISIBLE_DEVICES={visible!r}"
-    if version_of("torch").endswith("+cpu"):
-        said["gpu-torch-for-cpu"] = f"torch {version_of('torch')}"
-    if nvidia and host.rdma_devices() and "nvidia_peermem" not in host.text("/proc/modules"):
+    findings = [finding("gpu-found", ", ".join(found))]
+    if "AMD" not in found[0] and host.rdma_devices() and "nvidia_peermem" not in host.text("/proc/modules"):
         gdrcopy = "there" if host.path("/dev/gdrdrv").exists() else "not there"
-        said["gpu-no-peer-memory"] = f"nvidia_peermem is not loaded; gdrcopy (/dev/gdrdrv) is {gdrcopy}"
-    return [finding(name, text) for name, text in said.items()]
-
-
-def network(host: Host) -> list[Finding]:
-    cards: dict[str, int] = {}
-    for name in host.names("/sys/class/net"):
-        folder = f"/sys/class/net/{name}"
-        # Loopback is always "unknown", and so are some virtual cards.
-        if name != "lo" and host.text(f"{folder}/operstate") in ("up", "unknown"):
-            speed = host.text(f"{folder}/speed")
-            known = int(speed) if speed.isdigit() else 0
-            rate = f"{known / 1000:g} Gbit/s" if known else "speed unknown"
-            cards[f"{name} ({rate}, MTU {host.text(f'{folder}/mtu')})"] = known
-    if not cards:
-        return [finding("network-loopback-only", "no card but loopback is up")]
-    slow = all(0 < known < SLOW_MBITS for known in cards.values()) and not host.rdma_devices()
-    return [finding("network-slow" if slow else "network-found", ", ".join(cards))]
+        said = f"nvidia_peermem is not loaded; gdrcopy (/dev/gdrdrv) is {gdrcopy}"
+        findings.append(finding("gpu-no-peer-memory", said))
+    return findings

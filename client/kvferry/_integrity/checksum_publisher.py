@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -41,15 +40,6 @@ _Part: TypeAlias = tuple[Plane, MemoryAccess, Blocks]
 """A plane, the memory in which it lies, and its blocks to sum."""
 
 
-@dataclass(slots=True, eq=False)
-class _Order:
-    """Sums to compute and to send, in pages, until `deadline`, on the loop's clock."""
-
-    pages: Iterator[pb.PublishChecksums]
-    deadline: float
-    done: Future[int]
-
-
 class Checksummer:
     """Sums the published blocks of one rank. `submit` and `close` may be called from any thread; the rest belongs to
     the client's event loop, and threads compute the sums, one page at a time.
@@ -77,11 +67,12 @@ class Checksummer:
         self._share = options.share
         self._senders: set[asyncio.Task[None]] = set()
         self._last: dict[int, asyncio.Task[None]] = {}
-        """The sender of each publication's last order: the next one waits for its end."""
-        self._page: asyncio.Task[pb.PublishChecksums | None] | None = None
-        """The last page to be computed: the next one waits for its end."""
+        """The last sender of each publication: the next one waits for its end."""
+        self._computing = asyncio.Lock()
+        self._page: asyncio.Future[pb.PublishChecksums | None] | None = None
+        """The page that a thread computes, or has computed last."""
         self._closing = False
-        """Set by `close`, on any thread: orders that reach the loop later are dropped there."""
+        """Set by `close`, on any thread: sums that reach the loop later are dropped there."""
 
     def submit(self, publication: int, blocks: Mapping[str, Blocks], *, last: bool, timeout: float) -> Future[int]:
         """See `Cache.checksum`."""
@@ -92,8 +83,8 @@ class Checksummer:
             done.set_result(0)
             return done
         parts = [part for name, listed in blocks.items() for part in self._parts(name, listed)]
-        order = _Order(self._pages(publication, parts, last), self._loop.now() + timeout, done)
-        if self._closing or not self._loop.call(partial(self._queue, publication, order)):
+        pages, deadline = self._pages(publication, parts, last), self._loop.now() + timeout
+        if self._closing or not self._loop.call(partial(self._begin, publication, pages, deadline, done)):
             raise self._closed()
         return done
 
@@ -106,76 +97,70 @@ class Checksummer:
                 self._loop.run(self._end())
 
     async def _end(self) -> None:
-        running = (*self._senders, *([] if self._page is None else [self._page]))
         for sender in self._senders:
             sender.cancel()
+        running: list[asyncio.Future[Any]] = [*self._senders, *([] if self._page is None else [self._page])]
         if running:
             await asyncio.wait(running)
 
-    def _queue(self, publication: int, order: _Order) -> None:
+    def _begin(
+        self, publication: int, pages: Iterator[pb.PublishChecksums], deadline: float, done: Future[int]
+    ) -> None:
         if self._closing:
-            settle(order.done, self._closed())
+            settle(done, self._closed())
             return
-        sending = self._send_after(self._last.get(publication), order)
+        sending = self._send(self._last.get(publication), pages, deadline, done)
         sender = self._last[publication] = self._loop.spawn(sending, f"the sums of publication {publication}")
         self._senders.add(sender)
-        sender.add_done_callback(partial(self._sender_ended, publication, order))
+        sender.add_done_callback(partial(self._ended, publication, done))
 
-    def _sender_ended(self, publication: int, order: _Order, sender: asyncio.Task[None]) -> None:
+    def _ended(self, publication: int, done: Future[int], sender: asyncio.Task[None]) -> None:
         self._senders.discard(sender)
         if self._last.get(publication) is sender:
             del self._last[publication]
-        if not order.done.done():
+        if not done.done():
             # The sender was cancelled, perhaps before its first step.
-            settle(order.done, self._closed())
+            settle(done, self._closed())
 
-    async def _send_after(self, before: asyncio.Task[None] | None, order: _Order) -> None:
+    async def _send(
+        self,
+        before: asyncio.Task[None] | None,
+        pages: Iterator[pb.PublishChecksums],
+        deadline: float,
+        done: Future[int],
+    ) -> None:
+        """Send pages until `deadline`, on the loop's clock. The result of `done` is the number of sums."""
         if before is not None:
             await asyncio.wait([before])
-        result: int | Exception
-        try:
-            result = await self._send(order)
-        except Exception as error:
-            result = error
-        # The future's callbacks are the caller's, and may wait.
-        try:
-            await self._loop.on_thread(partial(settle, order.done, result), "kvferry-callbacks")
-        except LimitReached:
-            settle(order.done, result)
-
-    async def _send(self, order: _Order) -> int:
-        """Send the pages of an order; returns the number of sums."""
         sent = 0
+        failed: Exception | None = None
         try:
-            while True:
-                self._page = asyncio.ensure_future(self._compute(self._page, order.pages))
-                page = await asyncio.shield(self._page)
-                if self._closing:
-                    raise self._closed()
-                if page is None:
-                    return sent
+            while (page := await self._computed(pages)) is not None:
                 sent += sum(len(part.sums) for part in page.checksums)
-                await self._send_page(page, order.deadline)
+                request = pb.NotifyRequest(
+                    sender=engine_ref(self._token),
+                    session_secret=self._token.session_secret,
+                    notifications=[pb.Notification(checksums=page)],
+                )
+                await retrying(partial(self._home.notify_one, request), deadline)
         except (PublicationReleased, PublicationStale):
             # The publication has been released: the sums are no longer needed.
-            return sent
+            pass
+        except Exception as error:
+            failed = error
+        # The future's callbacks are the caller's, and may wait.
+        try:
+            await self._loop.on_thread(partial(settle, done, failed or sent), "kvferry-callbacks")
+        except LimitReached:
+            settle(done, failed or sent)
 
-    async def _compute(
-        self, before: asyncio.Task[pb.PublishChecksums | None] | None, pages: Iterator[pb.PublishChecksums]
-    ) -> pb.PublishChecksums | None:
-        if before is not None:
-            await asyncio.wait([before])
-        if self._closing:
-            return None
-        return await self._loop.on_thread(partial(next, pages, None), "kvferry-checksums")
-
-    async def _send_page(self, page: pb.PublishChecksums, deadline: float) -> None:
-        request = pb.NotifyRequest(
-            sender=engine_ref(self._token),
-            session_secret=self._token.session_secret,
-            notifications=[pb.Notification(checksums=page)],
-        )
-        await retrying(lambda left: self._home.notify_one(request, left), deadline)
+    async def _computed(self, pages: Iterator[pb.PublishChecksums]) -> pb.PublishChecksums | None:
+        """The next page; None: there is none. One page is computed at a time."""
+        async with self._computing:
+            computed = self._loop.on_thread(partial(next, pages, None), "kvferry-checksums")
+            # The thread goes on if the sender is cancelled.
+            self._page = asyncio.ensure_future(computed)
+            return await asyncio.shield(self._page)
 
     def _closed(self) -> Closed:
         problem = f"the cache of rank {self._rank.rank} of engine {self._spec.engine_id!r} is closed"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -57,22 +58,8 @@ class Arrived:
     check: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Task:
-    """Blocks to compare: blocks of one lane whose sums are computed in the same way."""
-
-    lane: Lane
-    moved: GroupRequest
-    alike: AlikeBlocks
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Page:
-    """Sums from the home, ``uint32[places, units]``."""
-
-    units: Interval
-    places: Int64s
-    sums: Sums
+_Page: TypeAlias = tuple[Interval, Int64s, Sums]
+"""Units, places, and their sums from the home, ``uint32[places, units]``."""
 
 
 @dataclass(slots=True)
@@ -98,76 +85,69 @@ class Verifier:
         """Compare all sums that the source has sent. Raises `DataLoss` if one differs from the source's, and
         `TransferCancelled` if the read was cancelled."""
         give_up = min(read.deadline, self._loop.now() + self._options.patience)
-        compared = _Compared()
-        tasks, compared.unknown = self._tasks(read)
-        by_rank: dict[int, list[_Task]] = {}
-        for task in tasks:
-            by_rank.setdefault(task.lane.source_rank, []).append(task)
-        for rank, members in by_rank.items():
-            pages = await self._sums_of(read, rank, members, give_up)
-            compare = partial(self._compare_all, read, members, pages, compared)
-            await self._loop.on_thread(compare, f"kvferry-verify-{read.plan.source.engine_id}-{read.publication}")
+        compared, plan, share = _Compared(), read.plan, self._options.share
+        source_groups, _ = plan.groups_by_name
+        moved = needed(plan.groups, source_groups, read.granted, read.blocks, read.tokens)
+        for lane in plan.lanes:
+            name, blocks = lane.group.name, list[AlikeBlocks]()
+            if name not in moved:
+                continue
+            found = held_blocks(lane, moved[name], source_groups[name], read.granted[name], read.publication, share)
+            for whole, others in found:
+                compared.unknown += others * sum(len(of.units) for of in lane.reads)
+                blocks += whole
+            if blocks:
+                pages = await self._sums_of(read, lane, blocks, give_up)
+                compare = partial(self._compare, read, lane, moved[name], blocks, pages, compared)
+                await self._loop.on_thread(compare, f"kvferry-verify-{plan.source.engine_id}-{read.publication}")
         if compared.first is not None:
             compared.first.values["mismatches"] = str(compared.wrong)
             raise compared.first
         return Verification(compared.equal, compared.unknown)
 
-    def _tasks(self, read: Arrived) -> tuple[list[_Task], int]:
-        """Return the blocks that can be compared, and the number of sums that cannot."""
-        plan = read.plan
-        source_groups, _ = plan.groups_by_name
-        moved = needed(plan.groups, source_groups, read.granted, read.blocks, read.tokens)
-        tasks, unverified = [], 0
-        for lane in plan.lanes:
-            name = lane.group.name
-            if name not in moved:
-                continue
-            units = sum(len(of.units) for of in lane.reads)
-            for whole, others in held_blocks(
-                lane, moved[name], source_groups[name], read.granted[name], read.publication, self._options.share
-            ):
-                unverified += others * units
-                tasks += [_Task(lane, moved[name], alike) for alike in whole]
-        return tasks, unverified
-
-    def _compare_all(
-        self, read: Arrived, tasks: list[_Task], pages: Mapping[str, list[_Page]], found: _Compared
+    def _compare(
+        self,
+        read: Arrived,
+        lane: Lane,
+        moved: GroupRequest,
+        blocks: Sequence[AlikeBlocks],
+        pages: Mapping[str, list[_Page]],
+        found: _Compared,
     ) -> None:
-        for task in tasks:
+        """Compare the sums of these blocks of a lane."""
+        for alike in blocks:
             read.check()
-            for plane in task.lane.reads:
-                self._compare(task, plane, pages.get(plane.source.name, []), found)
+            for plane in lane.reads:
+                expected, known = _looked_up(plane.units, alike.places, pages.get(plane.source.name, []))
+                rows = np.flatnonzero(known.any(axis=1))
+                summer = self._memory.of(plane.destination)
+                if summer is None or len(rows) == 0:
+                    found.unknown += known.size
+                    continue
+                some = AlikeBlocks(alike.places[rows], alike.runs, alike.ids[rows])
+                computed = summer.sums(plane.destination, plane.units, some)
+                unequal = np.argwhere(known[rows] & (computed != expected[rows]))
+                if len(unequal) and found.first is None:
+                    row, unit = unequal[0].tolist()
+                    sums = int(expected[rows[row], unit]), int(computed[row, unit])
+                    found.first = _data_loss(moved, plane, some, row, plane.units.begin + unit, sums)
+                compared = int(np.count_nonzero(known))
+                found.equal += compared - len(unequal)
+                found.unknown += known.size - compared
+                found.wrong += len(unequal)
 
-    def _compare(self, task: _Task, plane: PlaneRead, pages: list[_Page], found: _Compared) -> None:
-        alike = task.alike
-        expected, known = _looked_up(plane.units, alike.places, pages)
-        rows = np.flatnonzero(known.any(axis=1))
-        summer = self._memory.of(plane.destination)
-        if summer is None or len(rows) == 0:
-            found.unknown += known.size
-            return
-        some = AlikeBlocks(alike.places[rows], alike.runs, alike.ids[rows])
-        computed = summer.sums(plane.destination, plane.units, some)
-        unequal = np.argwhere(known[rows] & (computed != expected[rows]))
-        if len(unequal) and found.first is None:
-            row, unit = unequal[0].tolist()
-            sums = int(expected[rows[row], unit]), int(computed[row, unit])
-            found.first = _data_loss(task, plane, some, row, plane.units.begin + unit, sums)
-        compared = int(np.count_nonzero(known))
-        found.equal += compared - len(unequal)
-        found.unknown += known.size - compared
-        found.wrong += len(unequal)
-
-    async def _sums_of(self, read: Arrived, rank: int, tasks: list[_Task], give_up: float) -> dict[str, list[_Page]]:
-        """Fetch the sums of one source rank, by plane; returns those that the home has until `give_up`."""
+    async def _sums_of(
+        self, read: Arrived, lane: Lane, blocks: Sequence[AlikeBlocks], give_up: float
+    ) -> dict[str, list[_Page]]:
+        """Fetch the sums of a lane's blocks, by plane; returns those that the home has until `give_up`."""
         found: dict[str, list[_Page]] = {}
         if not read.lease_id:
             # A read from a hint: its publication announced no sums.
             return found
         backoff = Backoff(PAUSE_FIRST, PAUSE_LAST)
         requests = [
-            pb.ReadChecksumsRequest(reader=self._reader, lease_id=read.lease_id, queries=queries)
-            for queries in _packed(rank, tasks)
+            pb.ReadChecksumsRequest(reader=self._reader, lease_id=read.lease_id, queries=[query])
+            for query in _queries(lane, blocks)
         ]
         while requests:
             read.check()
@@ -177,9 +157,10 @@ class Verifier:
                 pages = [(part.plane, _page(part)) for part in answer.checksums]
             except KvferryError as error:
                 # Sums that cannot be fetched count as unverified; they do not fail the read.
-                logger.info("could not fetch the sums of rank %d of publication %d: %s", rank, read.publication, error)
+                rank, publication = lane.source_rank, read.publication
+                logger.info("could not fetch the sums of rank %d of publication %d: %s", rank, publication, error)
                 return found
-            if rank in answer.pending_ranks and self._loop.now() + backoff.pause < give_up:
+            if lane.source_rank in answer.pending_ranks and self._loop.now() + backoff.pause < give_up:
                 await asyncio.sleep(backoff.next())
                 continue
             for plane, page in pages:
@@ -188,47 +169,26 @@ class Verifier:
         return found
 
 
-def _packed(rank: int, tasks: list[_Task]) -> Iterator[list[pb.ChecksumQuery]]:
-    """Yield the queries for all sums of some tasks, in lists that each fit one call."""
-    queries: list[pb.ChecksumQuery] = []
-    sums = planes = 0
-    for query, size in _queries(rank, tasks):
-        if queries and (sums + size > ASKED_SUMS or planes + len(query.planes) > ASKED_PLANES):
-            yield queries
-            queries, sums, planes = [], 0, 0
-        queries.append(query)
-        sums, planes = sums + size, planes + len(query.planes)
-    if queries:
-        yield queries
-
-
-def _queries(rank: int, tasks: list[_Task]) -> Iterator[tuple[pb.ChecksumQuery, int]]:
-    """Yield queries that each fit one call, with the number of sums that they ask for."""
-    lanes: dict[Lane, list[Int64s]] = {}
-    for task in tasks:
-        lanes.setdefault(task.lane, []).append(task.alike.places)
-    for lane, parts in lanes.items():
-        places = np.sort(np.concatenate(parts))
-        by_units: dict[Interval, list[str]] = {}
-        for read in lane.reads:
-            by_units.setdefault(read.units, []).append(read.source.name)
-        for units, names in by_units.items():
-            for some, rows in divided(units, places, ASKED_SUMS):
-                chosen = places[rows]
-                starts, counts = id_runs(chosen)
-                size = len(chosen) * len(some)
-                together = max(1, min(ASKED_PLANES, ASKED_SUMS // size))
-                for at in range(0, len(names), together):
-                    planes = names[at : at + together]
-                    query = pb.ChecksumQuery(
-                        rank=rank,
-                        planes=planes,
-                        unit_begin=some.begin,
-                        unit_end=some.end,
-                        place_starts=starts.tolist(),
-                        place_counts=counts.tolist(),
-                    )
-                    yield query, size * len(planes)
+def _queries(lane: Lane, blocks: Sequence[AlikeBlocks]) -> Iterator[pb.ChecksumQuery]:
+    """Yield the queries for the sums of a lane's blocks; each fits one call."""
+    places = np.sort(np.concatenate([alike.places for alike in blocks]))
+    by_units: dict[Interval, list[str]] = {}
+    for read in lane.reads:
+        by_units.setdefault(read.units, []).append(read.source.name)
+    for units, names in by_units.items():
+        for some, rows in divided(units, places, ASKED_SUMS):
+            chosen = places[rows]
+            starts, counts = id_runs(chosen)
+            together = max(1, min(ASKED_PLANES, ASKED_SUMS // (len(chosen) * len(some))))
+            for at in range(0, len(names), together):
+                yield pb.ChecksumQuery(
+                    rank=lane.source_rank,
+                    planes=names[at : at + together],
+                    unit_begin=some.begin,
+                    unit_end=some.end,
+                    place_starts=starts.tolist(),
+                    place_counts=counts.tolist(),
+                )
 
 
 def _page(part: pb.Checksums) -> _Page:
@@ -238,31 +198,31 @@ def _page(part: pb.Checksums) -> _Page:
         expected = f"those of {len(places)} blocks of {part.unit_end - part.unit_begin} units"
         raise InvalidField(f"number of sums of {part.plane}", len(part.sums), expected)
     sums: Sums = np.array(part.sums, np.uint32).reshape(len(places), -1)
-    return _Page(Interval(part.unit_begin, part.unit_end), places, sums)
+    return Interval(part.unit_begin, part.unit_end), places, sums
 
 
 def _looked_up(units: Interval, places: Int64s, pages: list[_Page]) -> tuple[Sums, npt.NDArray[np.bool_]]:
     """Look up the sums of these places and units, ``uint32[places, units]``, and which of them are known, ``bool``."""
     sums = np.zeros((len(places), len(units)), np.uint32)
     known = np.zeros(sums.shape, np.bool_)
-    for page in pages:
-        both = units.intersect(page.units)
+    for page_units, page_places, page_sums in pages:
+        both = units.intersect(page_units)
         if both is None:
             continue
-        rows = np.minimum(np.searchsorted(places, page.places), len(places) - 1)
-        hit = places[rows] == page.places
+        rows = np.minimum(np.searchsorted(places, page_places), len(places) - 1)
+        hit = places[rows] == page_places
         here = slice(both.begin - units.begin, both.end - units.begin)
-        there = slice(both.begin - page.units.begin, both.end - page.units.begin)
-        sums[rows[hit], here] = page.sums[hit, there]
+        there = slice(both.begin - page_units.begin, both.end - page_units.begin)
+        sums[rows[hit], here] = page_sums[hit, there]
         known[rows[hit], here] = True
     return sums, known
 
 
 def _data_loss(
-    task: _Task, plane: PlaneRead, alike: AlikeBlocks, row: int, unit: int, sums: tuple[int, int]
+    moved: GroupRequest, plane: PlaneRead, alike: AlikeBlocks, row: int, unit: int, sums: tuple[int, int]
 ) -> DataLoss:
     place = int(alike.places[row])
-    source_block = int(task.moved.source.ids[place - task.moved.source.first])
+    source_block = int(moved.source.ids[place - moved.source.first])
     blocks = ",".join(dict.fromkeys(str(block) for block in alike.ids[row].tolist()))
     message = (
         f"{plane.source.name}, unit {unit}, of source rank {plane.source_rank}, block {source_block} (place {place}): "

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 
 from kvferry._arguments import described, flag, several
 from kvferry._engine_spec import EngineSpec
+from kvferry._memory.device import check_stable
 from kvferry._memory.rank_memory import RankMemory
-from kvferry._memory.usable import check_mapped, check_stable
 from kvferry.errors import InvalidField
 from kvferry.geometry.model import MemoryRegion, RankGeometry
-from kvferry.geometry.plane import Interval, Plane
+from kvferry.geometry.plane import ADDRESS_LIMIT, Interval, MemoryKind, Plane
 from kvferry.geometry.tensors import Holding, Tensor, heads_held, held, named_tensors, planes_of, regions_of
 
+MAPS = Path("/proc/self/maps")
 ONE_OF = "one of heads, holding with its units, and replicated=True"
 
 
@@ -138,3 +141,48 @@ def _kept(keep: object) -> object:
     if isinstance(keep, Mapping):
         return dict(keep)
     return tuple(keep) if isinstance(keep, (list, set)) else keep
+
+
+def check_mapped(regions: Iterable[MemoryRegion], planes: Iterable[Plane]) -> None:
+    """Raise `InvalidField`, naming a plane, for host memory that is not mapped readable and writable in this process.
+    Device memory is not checked, nor is any memory on systems without ``/proc/self/maps``.
+
+    NIXL registers any address, and the first read into a page that is not mapped, or is read-only, fails halfway or
+    kills the process.
+
+    The memory of a rank that only serves reads has to be writable as well: NIXL registers all memory for remote reads
+    and writes, and devices that pin pages refuse read-only pages.
+    """
+    host = [region for region in regions if region.memory_kind is MemoryKind.DRAM]
+    if not host:
+        return
+    usable = _usable()
+    if usable is None:
+        return
+    for region in host:
+        first, last = region.base, region.base + region.length
+        at = bisect_right(usable, (first, ADDRESS_LIMIT)) - 1
+        if at < 0 or last > usable[at][1]:
+            within = next((plane.name for plane in planes if region.holds(plane)), "")
+            name = f"memory of plane {within}" if within else "regions"
+            raise InvalidField(name, f"[{first:#x}, {last:#x})", "memory of this process, mapped and writable")
+
+
+def _usable() -> list[tuple[int, int]] | None:
+    """Ranges of memory that may be read and written, rising, neighbours joined; None where the system has no map."""
+    try:
+        # Read as bytes: the names of mapped files may contain any byte but a newline.
+        lines = MAPS.read_bytes().split(b"\n")
+    except OSError:
+        return None
+    found: list[tuple[int, int]] = []
+    for line in lines:
+        addresses, _, rest = line.partition(b" ")
+        if rest.startswith(b"rw"):
+            first, last = (int(address, 16) for address in addresses.split(b"-"))
+            # A range that grows while the list is read may occur twice.
+            if found and first <= found[-1][1]:
+                found[-1] = found[-1][0], max(last, found[-1][1])
+            else:
+                found.append((first, last))
+    return found

@@ -31,7 +31,6 @@ import numpy.typing as npt
 
 from kvferry._memory.access import StagingSpace, StillCopying, block_cells, bytes_per_unit, selection
 from kvferry._memory.current_device import ignore_captures
-from kvferry._memory.usable import check_stable
 from kvferry.errors import InvalidField, TransferFailed
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import Interval, MemoryKind, Plane
@@ -46,9 +45,6 @@ this is much more than on the host."""
 
 STREAM_PRIORITY = -2
 """The default is 0; programs that want a higher priority take -1, and NCCL, if configured so, takes the highest, -3."""
-
-INDICES = 4096
-"""Initial size of a thread's pinned memory for indices, in indices."""
 
 
 class DeviceAccess:
@@ -168,14 +164,12 @@ class DeviceAccess:
 
 
 class _Queue:
-    """The work that one thread gives the device: on a stream, and with pinned memory, of the thread's own."""
+    """The work that one thread gives the device, on a stream of the thread's own."""
 
     def __init__(self, torch: Any, device: Any) -> None:
         self._torch = torch
         self._device = device
         self._stream: Any = None
-        self._pinned: Any = None
-        self._used = 0
         self._indices: dict[int, tuple[npt.NDArray[Any], Any]] = {}
         """The uploaded indices by the identity of their array, which is kept: no other array gets this identity."""
         if device.type != "cpu":
@@ -200,34 +194,44 @@ class _Queue:
             return selected
         known = self._indices.get(id(array))
         if known is None:
-            known = self._indices[id(array)] = array, self._upload(array)
+            uploaded = self._torch.empty(len(array), dtype=self._torch.int64, device=self._device)
+            known = self._indices[id(array)] = array, uploaded.copy_(self._torch.from_numpy(array))
         return known[1]
-
-    def _upload(self, array: npt.NDArray[Any]) -> Any:
-        host = self._torch.from_numpy(array)
-        if self._stream is None:
-            return host
-        end = self._used + len(array)
-        if self._pinned is None or end > len(self._pinned):
-            # torch's allocator of pinned memory keeps the old memory until its indices have been copied.
-            count = max(INDICES, 2 * end)
-            self._pinned, self._used = self._torch.empty(count, dtype=self._torch.int64, pin_memory=True), 0
-            end = len(array)
-        place = self._pinned[self._used : end]
-        place.copy_(host)
-        self._used = end
-        on_device = self._torch.empty(len(array), dtype=self._torch.int64, device=self._device)
-        return on_device.copy_(place, non_blocking=True)
 
     def _finish(self) -> None:
         try:
             if self._stream is not None:
                 self._stream.synchronize()
         except Exception as error:
-            # The device may still copy indices from the pinned memory: new ones in their place would direct its writes
-            # into another read's blocks. torch's allocator reuses the memory when the device has copied it.
-            self._pinned = None
             raise StillCopying(f"{self._device}: {error!r}") from error
         finally:
             self._indices.clear()
-            self._used = 0
+
+
+def check_stable(regions: Iterable[MemoryRegion]) -> None:
+    """Raise `InvalidField` for device memory in an expandable segment of torch. Other allocators are not checked.
+
+    Device memory has to stay where it is mapped. With ``expandable_segments:True``, torch maps physical memory into its
+    segments as they grow, with CUDA's functions for virtual memory. ``cuda_ipc`` cannot export such memory, so reads on
+    one host silently become several hundred times slower (NIXL, issue 1754). Pages that torch maps anew are not those
+    that were registered for RDMA; vLLM refuses the setting for every connector (vLLM 0.32.0, ``vllm/config/vllm.py``).
+    torch's list of segments also shows settings made in the program, and pools without such segments, e.g. that of
+    vLLM's sleep mode.
+    """
+    on_device = [region for region in regions if region.memory_kind is MemoryKind.VRAM]
+    torch: Any = sys.modules.get("torch")
+    if not on_device or torch is None or not torch.cuda.is_available():
+        return
+    if torch.cuda.get_allocator_backend() != "native":
+        return
+    for segment in torch.cuda.memory_snapshot():
+        first, device = segment["address"], segment["device"]
+        last = first + segment["total_size"]
+        for region in on_device:
+            inside = region.device == device and region.base < last and first < region.base + region.length
+            if inside and segment.get("is_expandable", False):
+                raise InvalidField(
+                    "regions",
+                    f"{region.length} bytes at {region.base:#x} of device {device}, in an expandable segment",
+                    "memory that stays mapped: leave expandable_segments:True out of PYTORCH_CUDA_ALLOC_CONF",
+                )

@@ -18,6 +18,7 @@ from kvferry._integrity.summed_blocks import Verification
 from kvferry._loop import Loop
 from kvferry._reads.leased_read import LeasedRead, ReadStage
 from kvferry._reads.rank_read import RankRead, Wanted
+from kvferry._threads import start_thread
 from kvferry._wire.publication import Told
 from kvferry.errors import KvferryError, TransferCancelled, TransferFailed
 
@@ -210,6 +211,12 @@ class Read(OneProcess):
         """Cancel the read, and return whether the destination blocks are quiet already. Does not wait; has no effect on
         a read that has ended."""
         return self._read.cancel()
+
+    def add_done_callback(self, callback: Callable[[Read], None]) -> None:
+        """Call `callback(read)` on a thread of its own when the read has ended. Its exceptions are logged, and so is a
+        callback for which the system refuses the thread."""
+        run, name = partial(callback, self), f"kvferry-callback-{self.read_id}"
+        self._read.ended.add_done_callback(lambda _: start_thread(run, name))
 
     def __await__(self) -> Generator[object, None, ReadResult]:
         try:

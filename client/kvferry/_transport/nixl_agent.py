@@ -73,7 +73,7 @@ class ServingAgent:
             raise InvalidField("regions", (), "at least one")
         options = options or NixlOptions()
         # Other bindings know no devices.
-        self._device = chosen_device(regions, options) if binding is None else None
+        self._device = device_of(regions) if binding is None else None
         self._agent: Any = None
         with on_device(self._device):
             binding = nixl_binding.load() if binding is None else binding
@@ -88,12 +88,6 @@ class ServingAgent:
         if self._agent is not None:
             with on_device(self._device):
                 self._agent = None
-
-
-def chosen_device(regions: Sequence[MemoryRegion], options: NixlOptions) -> int | None:
-    """The device that a thread sets before it calls NIXL about this memory; None: no device is set."""
-    device = device_of(regions)
-    return device if device is None or options.cuda_device is None else options.cuda_device
 
 
 class ReadHandle:
@@ -160,7 +154,7 @@ class ReadingAgent:
         self._owner = threading.get_ident()
         self.name = name
         if binding is None:
-            enter_device(chosen_device(regions, options))
+            enter_device(device_of(regions))
         self._nixl = nixl_binding.load() if binding is None else binding
         self._ucx = binding is None and options.backend == "UCX"
         self._prepares = binding is None

@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Any, TypeVar
 
 import numpy as np
@@ -94,20 +94,14 @@ def packages_for(torch: Any) -> tuple[str, ...]:
     tried. The build for ROCm has its own name, as vLLM knows (vLLM 0.32.0, ``vllm/distributed/nixl_utils.py``).
     """
     if not hasattr(torch, "version"):
-        # To learn that there is no CUDA, ``nixl`` would import a CPU build of torch: seconds in each process.
-        return (*BUILDS, "nixl") if _is_cpu_build() else ("nixl", *BUILDS)
+        # Memory of a device needs torch, and any build moves the host's. To choose, ``nixl`` would import torch, which
+        # takes seconds in each process.
+        return *BUILDS, "nixl"
     if torch.version.hip is not None:
         return "nixl_rocm", "nixl"
     if torch.version.cuda is not None:
         return "nixl", f"nixl_cu{torch.version.cuda.partition('.')[0]}"
     return "nixl", "nixl_cu13", "nixl_cu12"
-
-
-def _is_cpu_build() -> bool:
-    """Whether torch is installed as a build without CUDA and ROCm."""
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version("torch").endswith("+cpu")
-    return False
 
 
 def new_agent(nixl: Any, name: str, options: NixlOptions, *, progress_thread: bool) -> tuple[Any, Any]:

@@ -17,7 +17,7 @@ CORES_FOR_TWO = 4
 """Cores from which two agents read at once by default: an engine's own threads need the others."""
 
 _LEAST = {"reading_agents": 1, "tcp_segment": 1, "chunk_bytes": 1, "chunk_descriptors": 1, "bytes_in_flight": 1}
-_LEAST |= {"bytes_in_flight_total": 1, "retired_agents": 0, "cuda_device": 0}
+_LEAST |= {"bytes_in_flight_total": 1, "retired_agents": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,6 @@ class NixlOptions:
             agent is retired. This is long, because destroying an agent while it reads was seen to kill the source on
             TCP. Without a TCP connection to the source, it is one second at most.
         retired_agents: the most agents that are retired and not destroyed yet; they finish their other reads first.
-        cuda_device: the device that is set where NIXL is called; None: the device of the memory. torch sets the device,
-            so a process whose cache is on a device must have imported torch.
     """
 
     backend: str = "UCX"
@@ -70,7 +68,6 @@ class NixlOptions:
     warm_up_timeout: float = 5.0
     fence_time: float = 60.0
     retired_agents: int = 8
-    cuda_device: int | None = None
 
     def __post_init__(self) -> None:
         if not text("backend", self.backend):
@@ -80,7 +77,7 @@ class NixlOptions:
             raise InvalidField("ucx_tls", self.ucx_tls, "one UCX transport; set UCX_TLS for a list")
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None or name not in ("reading_agents", "cuda_device"):
+            if value is not None or name != "reading_agents":
                 object.__setattr__(self, name, integer(name, value, least))
         for name in ("tcp_user_timeout", "warm_up_timeout", "fence_time"):
             object.__setattr__(self, name, seconds(name, getattr(self, name), zero=True))

@@ -10,7 +10,7 @@ import enum
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from kvferry._logs import Log
 from kvferry._transport.nixl_agent import AgentInfo, HandleState, NixlError, ReadHandle, ReadingAgent
@@ -48,8 +48,9 @@ CARD_FENCE = 1.0
 """Seconds after the end of a transfer until a chunk counts as stuck, at most, where a network card moves the bytes: no
 thread of the source takes part, so the end of the agent harms no process, and a chunk takes milliseconds."""
 
-RATE_FIRST = 1e9
-"""Bytes per second that are assumed of a peer until its first chunk is measured."""
+LATE = 20e-3
+"""Seconds without an arriving chunk after which polling backs off. Not before, since polling also moves a TCP read
+on."""
 
 
 class LinkState(enum.Enum):
@@ -95,12 +96,8 @@ class Link:
         self._added = False
         self._opened_at = clock()
         self._in_flight = 0
-        self._rate = RATE_FIRST
         self._busy_since = 0.0
         """When a chunk last arrived, or was posted while no other was under way."""
-        self._flowing_since = 0.0
-        self._flowed = 0
-        """Since when at least one chunk has always been under way, and the bytes that have arrived since."""
         self._cheapest = math.inf
         """CPU seconds of the cheapest check so far."""
         self._pause = POLL_FIRST
@@ -200,8 +197,7 @@ class Link:
         now = self._clock()
         if news:
             self._pause = POLL_FIRST
-        elif now > self._busy_since + 2 * self._in_flight / self._rate + POLL_LAST:
-            # Polling also moves a TCP read on, so polling backs off only once the read is later than expected.
+        elif now > self._busy_since + LATE:
             waited_for = any(chunk.owner.ended_at is None for chunk in self.posted)
             self._pause = min(2 * self._pause, POLL_LAST if waited_for else POLL_ABANDONED)
         self._poll_at = now if worked else now + self._pause
@@ -210,6 +206,18 @@ class Link:
     def next_poll(self) -> float | None:
         """When `poll` is due again; None if no read under way can answer."""
         return self._poll_at if self._answering() else None
+
+    def alarms(self) -> Iterator[float]:
+        """When something is due even if the peer sends nothing."""
+        # Deadlines of posted chunks, and fence times, are checked between polls.
+        poll = self.next_poll()
+        if poll is not None:
+            yield poll
+        if self.state is LinkState.WARMING:
+            yield from map(self.answer_due, self.queued)
+        for work in (*self.queued, *self.waiting):
+            if work.owner.deadline is not None:
+                yield work.owner.deadline
 
     def settle(self, now: float) -> None:
         """Judge deadlines, fail work whose wait for the first answer is over, and drop ended work."""
@@ -269,16 +277,14 @@ class Link:
         self._post(PostedChunk(handle, owner, chunk.descriptors.total_bytes))
 
     def _post(self, posted: PostedChunk) -> None:
-        before = self._clock()
         state, failed = _answer(posted.handle.post)
         if posted.size >= COPIED:
             self._copied = self._copied + 1 if state is HandleState.DONE else 0
         if state is HandleState.DONE:
-            self._landed(posted, posted.size, self._clock() - before)
+            self._landed(posted)
         elif state is HandleState.MOVING:
             if not self.posted:
-                self._busy_since = self._flowing_since = before
-                self._flowed = 0
+                self._busy_since = self._clock()
             self.posted.append(posted)
             self._in_flight += posted.size
             self._pause = POLL_FIRST
@@ -293,22 +299,17 @@ class Link:
         self._in_flight -= chunk.size
         self.posted.remove(chunk)
         if state is HandleState.DONE:
-            # Chunks that are under way together arrive together: measured singly they would seem to take no time.
             self._busy_since = self._clock()
-            self._flowed += chunk.size
-            self._landed(chunk, self._flowed, self._busy_since - self._flowing_since)
+            self._landed(chunk)
         else:
             self._lose(chunk, failed or self._error("the read failed"))
         return True
 
-    def _landed(self, chunk: PostedChunk, size: int, seconds: float) -> None:
-        """Record an arrived chunk, the last of `size` bytes that took `seconds`."""
+    def _landed(self, chunk: PostedChunk) -> None:
         # First, because a thread may be waiting for the chunk.
         chunk.owner.landed(chunk.size)
         self._release(chunk.handle)
         self.moved += chunk.size
-        if size:
-            self._rate = 0.7 * self._rate + 0.3 * max(1e6, size / max(1e-6, seconds))
 
     def _lose(self, chunk: PostedChunk, error: KvferryError) -> None:
         chunk.lost = True

@@ -15,7 +15,6 @@ from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.transfer import Transfer
 from kvferry.errors import KvferryError, TransferFailed
 from kvferry.planner.descriptors import Descriptors, chunks
-from kvferry.planner.footprint import Footprint
 
 logger = Log(__name__)
 
@@ -119,9 +118,8 @@ class PeerWork:
     the thread that asks for it first.
 
     `since` is when the work began to wait for the peer's first answer; `copies`, whether posts to the peer copy;
-    `threads`, the number of reading threads that take chunks. The blocks of `footprint` are checked chunk by chunk;
-    None: they were checked before. `blocked`: `next` returned None, but will have a chunk later; the thread is woken
-    then.
+    `threads`, the number of reading threads that take chunks. `blocked`: `next` returned None, but will have a chunk
+    later; the thread is woken then.
     """
 
     blocked = False
@@ -133,7 +131,6 @@ class PeerWork:
         descriptors: Sequence[Descriptors],
         since: float,
         spaces: Sequence[StagingSpace] = (),
-        footprint: Footprint | None = None,
         *,
         copies: bool = False,
         threads: int = 1,
@@ -143,7 +140,6 @@ class PeerWork:
         self.since = since
         self.spaces = tuple(spaces)
         self._descriptors = descriptors
-        self._footprint = footprint
         self._copies = copies
         self._threads = threads
         self._lock = threading.Lock()
@@ -164,11 +160,7 @@ class PeerWork:
                     for chunk in divide(some, options, copies=self._copies, threads=self._threads)
                 )
             chunk = self._chunks.popleft() if self._chunks else None
-        if chunk is None:
-            return None
-        if self._footprint is not None:
-            self._footprint.check(chunk)
-        return Chunk(chunk, self.owner)
+        return None if chunk is None else Chunk(chunk, self.owner)
 
 
 def divide(

@@ -1,4 +1,4 @@
-"""A reading agent and the one thread on which all its work happens.
+"""A reading agent, its connections to all its peers, and the one thread on which all their work happens.
 
 The thread posts chunks in turn, peer by peer and transfer by transfer, polls posted chunks, judges deadlines, and
 sleeps when there is nothing to do. It does nothing else, because a copy may happen inside a post (CMA).
@@ -16,8 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from queue import Empty, Queue
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from kvferry._clock import LONGEST
@@ -25,8 +24,7 @@ from kvferry._logs import Log
 from kvferry._transport.nixl_agent import AgentInfo, NixlError, ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.peer_link import Link, LinkState
-from kvferry._transport.peer_links import PeerLinks
-from kvferry._transport.peer_work import PeerWork
+from kvferry._transport.peer_work import PeerWork, as_kvferry_error
 from kvferry.errors import KvferryError, TransferFailed
 
 logger = Log(__name__)
@@ -75,6 +73,7 @@ class ReadingThread:
         self.retired = False
         self.moved = 0
         """Bytes that have arrived."""
+        self._options = options
         self._clock = clock
         self._may_retire = may_retire
         self._moved_on = moved_on
@@ -83,8 +82,10 @@ class ReadingThread:
         self.accepting = True
         """Whether messages are accepted. Changed with the lock held, so that no message is added afterwards."""
         self._lock = threading.Lock()
-        self._inbox: Queue[Message | None] = Queue()
-        """Messages in the order they came; None only wakes the thread, to look at the transfers at once."""
+        self._inbox: deque[Message] = deque()
+        """Messages that were not handled yet."""
+        self._wake = threading.Event()
+        """Set when a message has come, or the transfers are to be looked at."""
         self.refusal: KvferryError | None = None
         """The error that prevented making the agent."""
         self._closing = False
@@ -93,14 +94,11 @@ class ReadingThread:
         self._out_of_nixl = threading.Event()
         self._made = threading.Event()
         """Set when the agent is made, or making it has failed."""
-        # Only the thread uses the attributes from here on.
-        self._taken: deque[Message] = deque()
-        """Messages that were taken from the inbox and not handled yet."""
-        self._links = PeerLinks(options, clock)
+        self._by_name: dict[str, Link] = {}
+        """The links, by the name of the peer. Only the thread changes it."""
         self._news = False
         """Whether anything changed since `_settle` ran."""
-        self._settle_at = 0.0
-        self._retire_at = 0.0
+        self._settle_at = self._retire_at = 0.0
         _living.add(self)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -110,7 +108,8 @@ class ReadingThread:
         made, work fails."""
         with self._lock:
             if self.accepting:
-                self._inbox.put(message)
+                self._inbox.append(message)
+                self._wake.set()
                 return True
         if self.refusal is None:
             return False
@@ -121,7 +120,8 @@ class ReadingThread:
 
     def wake(self) -> None:
         """Look at the transfers at once, because one was cancelled."""
-        self._inbox.put(None)
+        self._settle_at = 0.0
+        self._wake.set()
 
     def close(self) -> None:
         """End when all is quiet. The caller cancels the transfers that have not ended."""
@@ -151,20 +151,29 @@ class ReadingThread:
 
     def copies(self, info: AgentInfo) -> bool:
         """Whether posts to this peer return only when their bytes have arrived, by experience."""
-        link = self._links.of(info)
+        link = self._link_to(info)
         return link is not None and link.copies
 
     def ready(self, info: AgentInfo) -> bool:
-        link = self._links.of(info)
+        link = self._link_to(info)
         return link is not None and link.state is LinkState.READY
 
     @property
     def peer_count(self) -> int:
-        return len(self._links)
+        return len(self._by_name)
 
     @property
     def chunks_in_flight(self) -> int:
         return sum(chunk.size > 0 for link in self._links for chunk in link.posted)
+
+    @property
+    def _links(self) -> tuple[Link, ...]:
+        return tuple(self._by_name.values())
+
+    def _link_to(self, info: AgentInfo) -> Link | None:
+        """The link to this peer; None if there is no link, or one to another agent of the same name."""
+        link = self._by_name.get(info.name)
+        return link if link is not None and link.info.metadata_sha256 == info.metadata_sha256 else None
 
     def _run(self) -> None:
         agent: ReadingAgent | None = None
@@ -213,7 +222,7 @@ class ReadingThread:
                 if link.state is LinkState.NEW:
                     link.open()
                     busy = True
-                if self._links.room():
+                if self._room():
                     busy |= link.post_next()
                 else:
                     link.step_back()
@@ -222,7 +231,10 @@ class ReadingThread:
                 # and nothing else may happen here while another agent reads the rest.
                 busy |= len(link.queued) < queued
                 self.moved += link.moved - before
-            self._links.take_turns()
+            if len(self._by_name) > 1:
+                # Another peer is the first in turn next time, in case there is room for one chunk only.
+                first = next(iter(self._by_name))
+                self._by_name[first] = self._by_name.pop(first)
             self._news |= busy
             now = self._clock()
             if now >= self._settle_at:
@@ -234,6 +246,14 @@ class ReadingThread:
             elif not busy:
                 self._sleep(now)
 
+    def _room(self) -> bool:
+        """Whether one more chunk keeps within this agent's part of `bytes_in_flight_total`."""
+        now = self._clock()
+        flying = sum(link.flowing(now) for link in self._links)
+        # A second agent beside the default one has nothing in flight: it reads where posts copy.
+        most = self._options.bytes_in_flight_total // (self._options.reading_agents or 1)
+        return flying == 0 or flying + self._options.chunk_bytes <= most
+
     def _refuse_messages(self) -> None:
         with self._lock:
             self.accepting = False
@@ -241,50 +261,69 @@ class ReadingThread:
     def _last_works(self) -> list[PeerWork]:
         """Accept no more messages. Returns the work among those that were not handled yet."""
         self._refuse_messages()
-        self._take_messages()
-        works = [message for message in self._taken if isinstance(message, PeerWork)]
-        self._taken.clear()
+        works = [message for message in self._inbox if isinstance(message, PeerWork)]
+        self._inbox.clear()
         return works
-
-    def _take_messages(self, timeout: float | None = 0.0) -> None:
-        """Take all messages. If there are none, wait for one, at most `timeout` seconds; None: without a limit."""
-        try:
-            while not self._inbox.empty() or timeout != 0.0:
-                message = self._inbox.get(timeout=timeout)
-                timeout = 0.0
-                if message is None:
-                    self._settle_at = 0.0
-                else:
-                    self._taken.append(message)
-        except Empty:
-            return
 
     def _handle_messages(self, agent: ReadingAgent) -> bool:
         """Handle the messages that have come. Returns whether there were any."""
-        self._take_messages()
-        busy = bool(self._taken)
-        while self._taken:
+        self._wake.clear()
+        busy = bool(self._inbox)
+        while self._inbox:
             # Removed only afterwards: if the step raises, the work fails instead of being forgotten.
-            message = self._taken[0]
+            message = self._inbox[0]
             if isinstance(message, PeerWork):
-                self._links.attach(agent, message)
+                self._attach(agent, message)
             elif isinstance(message, AgentInfo):
-                self._links.add(agent, message)
-            else:
-                self._links.leave(message)
-            self._taken.popleft()
+                self._add(agent, message)
+            elif message in self._by_name:
+                self._by_name[message].leaving = True
+            self._inbox.popleft()
         return busy
+
+    def _add(self, agent: ReadingAgent, info: AgentInfo) -> Link:
+        """The link to the peer of this name, added if there is none. The link is opened later, when all work that has
+        come for the peer is attached: if opening fails, all this work fails."""
+        link = self._by_name.get(info.name)
+        if link is None:
+            link = self._by_name[info.name] = Link(info, agent, self._options, self._clock)
+        return link
+
+    def _attach(self, agent: ReadingAgent, work: PeerWork) -> None:
+        """Queue work for its peer, which is added if needed. If that is impossible, the work fails."""
+        try:
+            for space in work.spaces:
+                agent.add_space(space)
+        except Exception as error:
+            work.owner.fail(as_kvferry_error(error, f"staging memory of transfer {work.owner.label!r}"))
+            return
+        link = self._add(agent, work.info)
+        if link.info.metadata_sha256 != work.info.metadata_sha256 or link.info.regions != work.info.regions:
+            # Another agent has the same name: NIXL would go on with the old agent's metadata.
+            link.leaving = True
+        queue = link.waiting if link.state is LinkState.BROKEN or link.leaving else link.queued
+        queue.append(work)
 
     def _settle(self, agent: ReadingAgent, now: float) -> None:
         """Judge deadlines, drop peers, retire the agent: every `SETTLE_EVERY` seconds."""
-        self._news |= self._links.settle(agent, now)
+        for link in self._links:
+            link.settle(now)
+            if link.over:
+                del self._by_name[link.info.name]
+                try:
+                    link.drop()
+                except NixlError as error:
+                    logger.warning("peer %s was not removed: %s", link.info.name, error)
+                for work in link.waiting:
+                    self._attach(agent, work)
+                    self._news = True
         if not self.retired and now >= self._retire_at:
             given_up = [link for link in self._links if link.lost or link.stuck(now)]
             if given_up:
                 self._retire(given_up, now)
         if self.retired:
             # Such work may wait for a slot that only the end of this agent gives back.
-            self._move_on(self._links.take_blocked(), now)
+            self._move_on((link.queued for link in self._links), now, blocked=True)
 
     def _retire(self, given_up: Sequence[Link], now: float) -> None:
         """Give the agent no new work: reads from these peers end only when the agent is destroyed."""
@@ -296,47 +335,55 @@ class ReadingThread:
                 link.fail_waiting(error)
             return
         logger.warning("reading agent %s is retired: reads from %s are uncertain", self.name, names)
-        unposted = [*self._last_works(), *self._links.take_unposted(given_up)]
+        unhandled = deque(self._last_works())
         self.retired = True
-        self._move_on(unposted, now)
+        # The work of these peers, and all work that waits for a peer to be dropped.
+        self._move_on((unhandled, *(link.queued for link in given_up), *(link.waiting for link in self._links)), now)
 
-    def _move_on(self, unposted: Sequence[PeerWork], now: float) -> None:
-        for work in unposted:
+    def _move_on(self, queues: Iterable[deque[PeerWork]], now: float, *, blocked: bool = False) -> None:
+        """Hand on work; with `blocked`, only that which waits for a staging slot."""
+        works = [(queue, work) for queue in queues for work in queue if work.blocked or not blocked]
+        for queue, work in works:
+            queue.remove(work)
+        for _, work in works:
             work.since = now
             work.step_back()
             self._moved_on(work)
 
     def _may_end(self, now: float) -> bool:
         """Whether the agent may be destroyed: it has nothing to do, and every fence time is over."""
-        if not (self.retired or self._closing) or self._links.waiting or not self._inbox.empty():
+        if not (self.retired or self._closing) or self._inbox:
             return False
-        if any(link.queued for link in self._links):
+        if any(link.queued or link.waiting for link in self._links):
             return False
         fences = [link.fence_at() for link in self._links]
         return all(fence is None or now > fence for fence in fences)
 
     def _sleep(self, now: float) -> None:
         """Wait until something is due or a message comes."""
-        alarms = list(self._links.alarms())
+        alarms = [alarm for link in self._links for alarm in link.alarms()]
         if self._news:
             alarms.append(self._settle_at)
         if not self.retired and any(link.lost for link in self._links):
             alarms.append(max(now, self._retire_at))
         until = min(alarms, default=None)
-        self._take_messages(None if until is None else min(max(0.0, until - now), threading.TIMEOUT_MAX))
+        self._wake.wait(None if until is None else min(max(0.0, until - now), threading.TIMEOUT_MAX))
 
     def _fail(self, error: KvferryError) -> None:
         for work in self._last_works():
             work.owner.fail(error)
-        self._links.fail_all(error)
+        for link in self._links:
+            link.fail_all(error)
 
     def _destroy(self, agent: ReadingAgent) -> bool:
-        quiet = all(link.quiet for link in self._links)
+        links = self._links
         fenced = agent.destroy()
-        if not fenced and not quiet:
+        if not fenced and not all(link.quiet for link in links):
             logger.error("reading agent %s was not destroyed: its posted reads stay uncertain", self.name)
             return False
-        self._links.fenced()
+        self._by_name.clear()
+        for link in links:
+            link.fenced()
         return True
 
 

@@ -22,17 +22,12 @@ from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.peer_work import Chunk, PeerWork, as_kvferry_error, divide
 from kvferry._transport.transfer import Transfer
 from kvferry.errors import InvalidField, KvferryError
-from kvferry.planner.descriptors import MemoryPair, joined
-from kvferry.planner.footprint import Footprint
+from kvferry.planner.descriptors import MemoryPair
 from kvferry.planner.path_choice import Costs, Path
 from kvferry.planner.staged_read import Batch, StagedRead
 
 SLOTS_AT_ONCE = 2
 """Slots that one piece of work holds at most: one slot is read into while the other is permuted."""
-
-BATCHES_AHEAD = 8
-DESCRIPTORS_AHEAD = 4096
-"""The most that one piece of work checks at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +134,6 @@ class StagingPool:
         with self.lock:
             return self._free.pop() if self._free and not self._waiting else None
 
-    def pair(self, batch: Batch) -> MemoryPair:
-        memory, region = batch.read.lane.memory, self.space.region
-        return MemoryPair(memory.source_kind, memory.source_device, region.memory_kind, region.device)
-
     @property
     def in_use(self) -> int:
         """Slots that are read into or permuted, or may still be written to."""
@@ -153,19 +144,13 @@ class StagedWork(PeerWork):
     """What one transfer reads from one peer through staging memory."""
 
     def __init__(
-        self,
-        transfer: Transfer,
-        info: AgentInfo,
-        reads: Iterable[StagedRead],
-        pool: StagingPool,
-        since: float,
-        footprint: Footprint | None = None,
+        self, transfer: Transfer, info: AgentInfo, reads: Iterable[StagedRead], pool: StagingPool, since: float
     ) -> None:
-        super().__init__(transfer, info, (), since, (pool.space,), footprint)
+        super().__init__(transfer, info, (), since, (pool.space,))
         self.pool = pool
         self._batches = (batch for read in reads for batch in read.batches(pool.slot_bytes))
-        self._checked: deque[Batch] = deque()
-        """Batches with checked descriptors."""
+        self._next: Batch | None = None
+        """The batch for which a slot is needed."""
         self._parts: deque[Chunk] = deque()
         self.arrivals: set[_Arrival] = set()
         """The batches in slots."""
@@ -175,19 +160,20 @@ class StagedWork(PeerWork):
         self.blocked = False
         if self._parts:
             return self._parts.popleft()
-        if not self._checked:
-            self._check_some()
-            if not self._checked:
-                return None
+        self._next = self._next or next(self._batches, None)
+        if self._next is None:
+            return None
         with self.pool.lock:
             self.blocked = len(self.arrivals) >= SLOTS_AT_ONCE
         slot = None if self.blocked else self.pool.acquire(self)
         if slot is None:
             self.blocked = True
             return None
-        batch = self._checked.popleft()
+        batch, self._next = self._next, None
+        memory, region = batch.read.lane.memory, self.pool.space.region
+        into = MemoryPair(memory.source_kind, memory.source_device, region.memory_kind, region.device)
         try:
-            descriptors = batch.descriptors(slot, self.pool.pair(batch))
+            descriptors = batch.descriptors(slot, into)
             whole = batch.staged_bytes <= options.chunk_bytes and descriptors.count <= options.chunk_descriptors
             parts = [descriptors] if whole else list(divide(descriptors, options))
         except BaseException:
@@ -202,20 +188,6 @@ class StagedWork(PeerWork):
     def step_back(self) -> None:
         if self.blocked:
             self.pool.leave(self)
-
-    def _check_some(self) -> None:
-        """Check several batches ahead, since a check costs about as much for a thousand descriptors as for one."""
-        batches: list[Batch] = []
-        by_memory: dict[MemoryPair, list[Batch]] = {}
-        count = 0
-        while count < DESCRIPTORS_AHEAD and len(batches) < BATCHES_AHEAD and (batch := next(self._batches, None)):
-            batches.append(batch)
-            by_memory.setdefault(self.pool.pair(batch), []).append(batch)
-            count += batch.count
-        if self._footprint is not None:
-            for memory, alike in by_memory.items():
-                self._footprint.check_source(joined(memory, [batch.descriptors(0, memory) for batch in alike]))
-        self._checked.extend(batches)
 
     def _ended(self, _: Transfer) -> None:
         with self.pool.lock:

@@ -72,8 +72,8 @@ class Transfer:
         self._told: list[TransferError] = []
         self.ended_at: float | None = None
         self.bytes_done = self.chunks = self.chunks_in_flight = 0
-        self._done_callbacks: list[Callable[[Transfer], None]] = []
-        self._quiet_callbacks: list[Callable[[Transfer], None]] = []
+        self._callbacks: list[tuple[bool, Callable[[Transfer], None]]] = []
+        """Callbacks that have not run, each with whether it waits for quiet."""
         with self._changed:
             if bytes_total == 0:
                 self._end(TransferState.DONE, None)
@@ -118,18 +118,14 @@ class Transfer:
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
         """Call `callback(transfer)` when the transfer has ended."""
         with self._changed:
-            if not self.state.final:
-                self._done_callbacks.append(callback)
-                return
-        self._run_callback(callback)
+            self._callbacks.append((False, callback))
+        self._run_due()
 
     def add_quiet_callback(self, callback: Callable[[Transfer], None]) -> None:
         """Call `callback(transfer)` when the transfer has ended and is quiet."""
         with self._changed:
-            if not self.quiet:
-                self._quiet_callbacks.append(callback)
-                return
-        self._run_callback(callback)
+            self._callbacks.append((True, callback))
+        self._run_due()
 
     # The reading threads call the following methods: see `kvferry._transport.peer_work.ChunkOwner`.
 
@@ -205,11 +201,12 @@ class Transfer:
 
     def _run_due(self) -> None:
         with self._changed:
-            due: list[Callable[[Transfer], None]] = []
-            if self.state.final:
-                due, self._done_callbacks = self._done_callbacks, []
-            if self.quiet:
-                due, self._quiet_callbacks = due + self._quiet_callbacks, []
+            if not self.state.final:
+                return
+            quiet = self.quiet
+            due = [callback for waits, callback in self._callbacks if not waits]
+            due += [callback for waits, callback in self._callbacks if waits and quiet]
+            self._callbacks = [] if quiet else [(waits, callback) for waits, callback in self._callbacks if waits]
         for callback in due:
             self._run_callback(callback)
 

@@ -30,7 +30,6 @@ from kvferry._transport.transfer import Transfer, TransferState
 from kvferry.errors import Closed, InvalidField
 from kvferry.geometry.plane import MemoryKind
 from kvferry.planner.expansion import SourceDescriptors
-from kvferry.planner.footprint import AT_ONCE
 from kvferry.planner.staged_read import StagedRead
 from kvferry.stats import TransportGauges
 
@@ -46,8 +45,7 @@ PEERS_KEPT = 1024
 
 
 TransferPart: TypeAlias = tuple[AgentInfo, SourceDescriptors]
-"""The reads of a transfer from one source rank, and that rank's agent. Without a footprint, all registered memory may
-be touched."""
+"""The reads of a transfer from one source rank, and that rank's agent."""
 
 
 class Transport:
@@ -109,33 +107,24 @@ class Transport:
         in errors and logs. `spaces` is staging memory that the descriptors read into, beside the rank's own memory.
 
         Raises:
-            InvalidField: a descriptor lies outside of the memory registered here, its peer's announced memory, or the
-                read's blocks.
+            InvalidField: a descriptor lies outside of the memory registered here, or of its peer's announced memory.
             BadAgentMetadata: a peer's metadata are not the announced ones.
             Closed: the transport was closed.
 
         If this raises, nothing was posted, and nothing will be. Every other error becomes the transfer's `error`, for
-        example that there is no staging memory or no thread. So does a descriptor outside of the read's blocks, if
-        there are so many descriptors that each chunk is checked just before it is posted.
+        example that there is no staging memory or no thread.
         """
         infos: dict[str, AgentInfo] = {}
-        late: set[int] = set()
-        room = AT_ONCE
         local = self._map
         if spaces:
             local = RegionMap("this rank", (*self._map.regions, *(space.region for space in spaces)))
-        for index, (peer, part) in enumerate(parts):
+        for peer, part in parts:
             info = infos.setdefault(peer.name, peer)
             if info is not peer and info != peer:
                 raise InvalidField("parts", info.name, "one agent of a name")
             remote = self._checked(info)
             for some in part.descriptors:
                 check_descriptors(some, local, remote)
-            if part.footprint is not None:
-                for some in part.descriptors:
-                    room -= part.footprint.check(some, room)
-                if room < 0:
-                    late.add(index)
         size = sum(part.total_bytes for _, part in parts)
         transfer = Transfer(label, size, deadline, self._clock, self._wake)
         with self._lock:
@@ -146,8 +135,8 @@ class Transport:
         transfer.add_quiet_callback(self._forget)
         transfer.add_done_callback(self._ended)
         try:
-            for index, (peer, part) in enumerate(parts):
-                self._submit_part(transfer, peer, part, spaces, unchecked=index in late)
+            for peer, part in parts:
+                self._submit_part(transfer, peer, part, spaces)
         except Exception as error:
             # Earlier parts may be read already: from here on only the transfer knows what is quiet.
             transfer.fail(as_kvferry_error(error, f"the start of transfer {label!r}"))
@@ -255,30 +244,15 @@ class Transport:
         return regions
 
     def _submit_part(
-        self,
-        transfer: Transfer,
-        peer: AgentInfo,
-        part: SourceDescriptors,
-        spaces: Sequence[StagingSpace],
-        *,
-        unchecked: bool,
+        self, transfer: Transfer, peer: AgentInfo, part: SourceDescriptors, spaces: Sequence[StagingSpace]
     ) -> None:
         size = sum(some.total_bytes for some in part.descriptors)
         if size:
             home = self.places[self._place_of(peer.name)]
             copies = home is not None and home.copies(peer)
-            # Unchecked chunks are not shared: the check would hold up both threads.
-            helpers = self._helpers(peer) if copies and size >= SHARED_READ and not unchecked else []
-            work = PeerWork(
-                transfer,
-                peer,
-                part.descriptors,
-                self._clock(),
-                spaces,
-                part.footprint if unchecked else None,
-                copies=copies,
-                threads=1 + len(helpers),
-            )
+            helpers = self._helpers(peer) if copies and size >= SHARED_READ else []
+            shared = 1 + len(helpers)
+            work = PeerWork(transfer, peer, part.descriptors, self._clock(), spaces, copies=copies, threads=shared)
             self._submit(work)
             for helper in helpers:
                 # If the helper is closed or retired by now, the others read its part.
@@ -288,7 +262,7 @@ class Transport:
             memory = staged.lane.memory
             by_space.setdefault((memory.destination_kind, memory.destination_device), []).append(staged)
         for space, reads in by_space.items():
-            work = StagedWork(transfer, peer, reads, self.pool(*space), self._clock(), part.footprint)
+            work = StagedWork(transfer, peer, reads, self.pool(*space), self._clock())
             self._submit(work)
 
     def _ended(self, transfer: Transfer) -> None:

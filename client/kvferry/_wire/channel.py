@@ -93,13 +93,6 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_connection_idle_ms", 120_000),
 )
 
-ONE_QUEUE_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.server.max_pending_requests", 1024),
-    ("grpc.server.max_pending_requests_hard_limit", 1024),
-)
-"""Replacements for grpcio up to 1.82, which handles the calls of all methods one after another: with larger limits a
-flood delays every method by 20 s and more, instead of 4 s."""
-
 MAX_CLIENT_CHAIN_BYTES = 8400
 """Bytes of the certificates, in DER, that a client may show to a gRPC server. At the end of the handshake, gRPC's
 server sends two session tickets, each with the client's certificates, through a buffer of 17 KiB; if the tickets do not
@@ -252,17 +245,29 @@ def server_certificates(content: TlsContent) -> grpc.ServerCertificateConfigurat
 
 
 def read_tls(tls: TlsConfig) -> TlsContent:
-    """Read the files of a `TlsConfig`, which must fit each other. Raises `InvalidField`, see `tls_problems`."""
-    content, problems = _checked(tls)
-    if problems:
-        raise problems[0]
+    """Read the files of a `TlsConfig`. Raises `InvalidField`, by setting: a file cannot be read or is not PEM, a
+    certificate is damaged, the key is not the certificate's, or files change at this moment."""
+    content = TlsContent(_read("tls_ca", tls.ca), _read("tls_cert", tls.cert), _read("tls_key", tls.key))
+    # This context only checks the files: gRPC does not before the first connection, and its errors then say little.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    # gRPC decides about key sizes and digests.
+    context.set_ciphers("DEFAULT:@SECLEVEL=0")
+    if content.ca is not None:
+        try:
+            context.load_verify_locations(cadata=_text(content.ca))
+        except ssl.SSLError:
+            expected = "certificates of authorities in PEM, all of them whole"
+            raise InvalidField("tls_ca", str(tls.ca), expected) from None
+    if tls.cert is not None and tls.key is not None and content.cert is not None:
+        try:
+            # Without this, OpenSSL asks for a password in the terminal.
+            context.load_cert_chain(tls.cert, tls.key, password=b"")
+        except (ssl.SSLError, OSError, ValueError) as error:
+            raise _bad_pair(tls, content.cert, error) from None
+        # OpenSSL has read the files again: they must be those that were read above.
+        if (content.cert, content.key) != (_read("tls_cert", tls.cert), _read("tls_key", tls.key)):
+            raise InvalidField("tls_cert", str(tls.cert), "a file that nobody is writing to")
     return content
-
-
-def tls_problems(tls: TlsConfig) -> list[InvalidField]:
-    """Return the problems of a `TlsConfig`'s files, by setting: a file cannot be read or is not PEM, a certificate is
-    damaged, the key is not the certificate's, or files change at this moment."""
-    return _checked(tls)[1]
 
 
 def chain_bytes(pem: bytes) -> int:
@@ -284,34 +289,6 @@ def _stamp(path: Path) -> tuple[int, ...]:
     return found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev
 
 
-def _checked(tls: TlsConfig) -> tuple[TlsContent, list[InvalidField]]:
-    problems: list[InvalidField] = []
-    ca = _read("tls_ca", tls.ca, problems)
-    cert, key = _read("tls_cert", tls.cert, problems), _read("tls_key", tls.key, problems)
-    content = TlsContent(ca, cert, key)
-    # This context only checks the files: gRPC does not before the first connection, and its errors then say little.
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    # gRPC decides about key sizes and digests.
-    context.set_ciphers("DEFAULT:@SECLEVEL=0")
-    if ca is not None:
-        try:
-            context.load_verify_locations(cadata=_text(ca))
-        except ssl.SSLError:
-            expected = "certificates of authorities in PEM, all of them whole"
-            problems.append(InvalidField("tls_ca", str(tls.ca), expected))
-    if tls.cert is not None and tls.key is not None and cert is not None and key is not None:
-        try:
-            # Without this, OpenSSL asks for a password in the terminal.
-            context.load_cert_chain(tls.cert, tls.key, password=b"")
-        except (ssl.SSLError, OSError, ValueError) as error:
-            problems.append(_bad_pair(tls, cert, error))
-        else:
-            # OpenSSL has read the files again: they must be those that were read above.
-            if (cert, key) != (_read("tls_cert", tls.cert, problems), _read("tls_key", tls.key, problems)):
-                problems.append(InvalidField("tls_cert", str(tls.cert), "a file that nobody is writing to"))
-    return content, problems
-
-
 def _bad_pair(tls: TlsConfig, cert: bytes, error: Exception) -> InvalidField:
     if "KEY_VALUES_MISMATCH" in str(error):
         return InvalidField("tls_key", str(tls.key), f"the private key of the certificate in {tls.cert}")
@@ -327,7 +304,7 @@ def _text(pem: bytes) -> str:
     return pem.decode("latin-1").encode("ascii", "replace").decode()
 
 
-def _read(field: str, path: Path | None, problems: list[InvalidField]) -> bytes | None:
+def _read(field: str, path: Path | None) -> bytes | None:
     if path is None:
         return None
     try:
@@ -335,9 +312,7 @@ def _read(field: str, path: Path | None, problems: list[InvalidField]) -> bytes 
     except (OSError, ValueError) as error:
         # ValueError: no file can have this name.
         why = error.strerror if isinstance(error, OSError) else error
-        problems.append(InvalidField(field, str(path), f"a readable file ({why})"))
-        return None
+        raise InvalidField(field, str(path), f"a readable file ({why})") from None
     if b"-----BEGIN" not in content:
-        problems.append(InvalidField(field, str(path), "a PEM file"))
-        return None
+        raise InvalidField(field, str(path), "a PEM file")
     return content

@@ -50,7 +50,6 @@ def _member(kind: type[Kind], number: int, field: str, where: str) -> Kind:
 
 
 def group_to_proto(group: Group) -> pb.Group:
-    """Encode a group."""
     return pb.Group(
         kind=pb.GroupKind.ValueType(group.kind),
         has_null_block=group.null_block is not None,
@@ -67,12 +66,10 @@ def group_from_proto(message: pb.Group) -> Group:
 
 
 def token_shard_to_proto(shard: TokenShard) -> pb.TokenShard:
-    """Encode a token shard."""
     return pb.TokenShard(index=shard.index, count=shard.count, interleave=shard.interleave)
 
 
 def plane_to_proto(plane: Plane) -> pb.Plane:
-    """Encode a plane."""
     return pb.Plane(
         memory_kind=pb.MemoryKind.ValueType(plane.memory_kind),
         unit_begin=plane.units.begin,
@@ -122,7 +119,6 @@ def plane_from_proto(message: pb.Plane) -> Plane:
 
 
 def rank_to_proto(rank: RankGeometry) -> pb.RankGeometry:
-    """Encode the geometry of a rank."""
     return pb.RankGeometry(rank=rank.rank, labels=rank.labels, planes=[plane_to_proto(plane) for plane in rank.planes])
 
 
@@ -139,7 +135,6 @@ def groups_from_proto(messages: Iterable[pb.Group]) -> tuple[Group, ...]:
 
 
 def engine_to_proto(engine: EngineGeometry) -> pb.EngineGeometry:
-    """Encode an engine."""
     return pb.EngineGeometry(
         engine_id=engine.engine_id,
         incarnation=engine.incarnation,
@@ -164,7 +159,6 @@ def engine_from_proto(message: pb.EngineGeometry, ranks: Iterable[RankGeometry] 
 
 
 def region_to_proto(region: MemoryRegion) -> pb.MemoryRegion:
-    """Encode a memory region."""
     return pb.MemoryRegion(memory_kind=pb.MemoryKind.ValueType(region.memory_kind), **_alike(REGION_FIELDS, region))
 
 
@@ -175,7 +169,6 @@ def region_from_proto(message: pb.MemoryRegion) -> MemoryRegion:
 
 
 def agent_to_proto(agent: AgentInfo) -> pb.Agent:
-    """Encode an agent."""
     return pb.Agent(regions=map(region_to_proto, agent.regions), **_alike(AGENT_FIELDS, agent))
 
 
@@ -209,7 +202,6 @@ def blocks_from_proto(message: GroupBlocks) -> Blocks:
 
 
 def runs_to_proto(runs: BlockRuns) -> GroupBlocks:
-    """Encode runs of blocks."""
     alike = _alike(RUNS_FIELDS, runs)
     return GroupBlocks(end_token=runs.end, run_starts=runs.starts, run_counts=runs.counts, **alike)
 

@@ -3,9 +3,6 @@
 Files that do not fit each other, as while an operator writes them, change nothing. In a client one `TlsFiles` serves
 all connections with the same files, so that a connection to a new home does not fail meanwhile. A client needs no
 lock: two threads that read at once read the same.
-
-Python's `ssl` shows the dates of authorities' certificates and of a peer's, not those of this side's own certificate.
-So the own certificate is read at the other end of a handshake in memory, which saves every engine a package.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any, ClassVar
 
 from kvferry._clock import now
@@ -170,12 +166,13 @@ def authorities_validity(pem: bytes) -> Validity | None:
 
 def own_validity(tls: TlsConfig) -> Validity | None:
     """Return until when this side's certificate, with the authorities that are sent with it, is valid; None if there is
-    no certificate, or the certificate cannot be used now. Reads the files."""
-    if tls.cert is None or tls.key is None:
+    no certificate. Reads the file."""
+    if tls.cert is None:
         return None
     try:
         chain = tls.cert.read_bytes()
-        leaf = _shown_to_a_peer(tls.cert, tls.key)
+        # Python's only way to read a certificate that is not an authority's, without a package: its own tests use it.
+        leaf = _validity(ssl._ssl._test_decode_cert(str(tls.cert)))  # type: ignore[attr-defined]
     except (ssl.SSLError, OSError, ValueError):
         return None
     above = authorities_validity(chain)
@@ -186,32 +183,6 @@ def own_validity(tls: TlsConfig) -> Validity | None:
 def date(seconds: float) -> str:
     """Format a time in seconds since 1970."""
     return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-
-
-def _shown_to_a_peer(cert: Path, key: Path) -> Validity:
-    """Make a handshake between two ends of this process. Raises `ssl.SSLError` for a certificate that no peer would
-    take: expired, not valid yet, or not for clients."""
-    client, server = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
-    server.verify_mode = ssl.CERT_REQUIRED
-    # Any signer will do: only the dates matter.
-    server.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    server.load_verify_locations(cadata=cert.read_bytes().decode("ascii", "ignore"))
-    for context in (client, server):
-        context.set_ciphers("DEFAULT:@SECLEVEL=0")
-        context.load_cert_chain(cert, key, password=b"")
-    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = (client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True))
-    for _ in range(4):
-        for end in ends:
-            try:
-                end.do_handshake()
-            except ssl.SSLWantReadError:
-                continue
-    certificate = ends[1].getpeercert()
-    if not certificate:
-        raise ValueError("no certificate was shown")
-    return _validity(certificate)
 
 
 def _validity(certificate: Any) -> Validity:

@@ -111,12 +111,10 @@ class Descriptors:
         """Whether each row is one descriptor."""
         return self.repeats is _ONCE and self.source_offset is self.destination_offset is _NO_OFFSET
 
-    def rows(self, chosen: slice | npt.NDArray[np.signedinteger]) -> Descriptors:
+    def rows(self, chosen: slice) -> Descriptors:
         """Some of the rows."""
         of = {name: getattr(self, name)[chosen] for name in ("source", "destination", "length")}
-        if isinstance(chosen, slice):
-            return replace(self, **of, first_row=self.first_row + int(chosen.start))
-        return replace(self, **of, blocks=None)
+        return replace(self, **of, first_row=self.first_row + int(chosen.start))
 
     def runs(self, chosen: slice) -> Descriptors:
         """Some of the runs."""

@@ -1,7 +1,8 @@
 """From the blocks of one request to descriptors: vectorised and merged.
 
 Every address in an expansion is ``row address + id * block_stride`` with a checked id (`request_blocks`), and every
-plane lies with all its blocks inside a registered region, so no address can wrap or lie outside the region.
+plane lies with all its blocks inside a registered region, so no address can wrap or lie outside the region. All rows
+and runs are checked nevertheless (`footprint`), before they are joined.
 """
 
 from __future__ import annotations
@@ -37,13 +38,12 @@ MAX_DESCRIPTORS = 1 << 25
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SourceDescriptors:
-    """The reads from one source rank: `descriptors` straight into their destinations, `staged` through staging memory.
-    `footprint` has the blocks that the reads may touch; a plan always gives it."""
+    """The reads from one source rank: `descriptors` straight into their destinations, `staged` through staging
+    memory."""
 
     source_rank: int
     descriptors: tuple[Descriptors, ...]
     staged: tuple[StagedRead, ...] = ()
-    footprint: Footprint | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -75,15 +75,9 @@ def together(parts: Sequence[Expansion]) -> Expansion:
     return Expansion(tuple(sources), sum(part.pieces for part in parts), sum(part.descriptors for part in parts))
 
 
-def expand(
-    lanes: tuple[Lane, ...],
-    staged: frozenset[Lane],
-    needed: Mapping[str, GroupRequest],
-    footprints: Mapping[int, Footprint],
-) -> Expansion:
-    """The descriptors of the needed blocks; see `ReadPlan.expand`. `staged` lanes go through staging memory;
-    `footprints` are given by source rank."""
-    collector = _Collector()
+def expand(lanes: tuple[Lane, ...], staged: frozenset[Lane], needed: Mapping[str, GroupRequest]) -> Expansion:
+    """The descriptors of the needed blocks; see `ReadPlan.expand`. `staged` lanes go through staging memory."""
+    collector = _Collector({name: Footprint(wanted) for name, wanted in needed.items()})
     for lane in lanes:
         wanted = needed.get(lane.group.name)
         if wanted is None:
@@ -93,13 +87,14 @@ def expand(
         elif not collector.add_stream(lane, wanted):
             for segment in segments(lane, wanted):
                 collector.add(lane, segment)
-    return collector.result(footprints)
+    return collector.result()
 
 
 class _Collector:
-    """Gathers the reads of a request, by source rank and list."""
+    """Gathers the reads of a request, by source rank and list. `footprints` are given by group."""
 
-    def __init__(self) -> None:
+    def __init__(self, footprints: Mapping[str, Footprint]) -> None:
+        self._footprints = footprints
         self._few: dict[tuple[int, MemoryPair], list[Descriptors]] = {}
         """Lists that become one list of single descriptors."""
         self._lists: dict[int, list[Descriptors]] = {}
@@ -110,6 +105,7 @@ class _Collector:
     def add_staged(self, lane: Lane, found: Sequence[Segment]) -> None:
         read = staged_read(lane, found)
         if read is not None:
+            self._footprints[lane.group.name].check_staged(lane.windows[0], lane.extents, found)
             self._staged.setdefault(lane.source_rank, []).append(read)
             self.pieces += sum(lane.rows(segment.cut).unfused * len(segment.source) for segment in found)
             self.descriptors += read.count
@@ -176,19 +172,20 @@ class _Collector:
         if self.descriptors > MAX_DESCRIPTORS:
             expected = f"at most {MAX_DESCRIPTORS}: fewer tokens at a time, or staging memory"
             raise InvalidField("number of descriptors of one read", self.descriptors, expected)
+        self._footprints[lane.group.name].check(*lane.windows, made)
         if is_own_list:
             self._lists.setdefault(lane.source_rank, []).append(made)
         else:
             self._few.setdefault((lane.source_rank, lane.memory), []).append(made)
 
-    def result(self, footprints: Mapping[int, Footprint]) -> Expansion:
+    def result(self) -> Expansion:
         found: dict[int, list[Descriptors]] = {}
         for (rank, memory), few in self._few.items():
             found.setdefault(rank, []).append(joined(memory, few))
         for rank, lists in self._lists.items():
             found.setdefault(rank, []).extend(lists)
         sources = tuple(
-            SourceDescriptors(rank, tuple(found.get(rank, ())), tuple(self._staged.get(rank, ())), footprints[rank])
+            SourceDescriptors(rank, tuple(found.get(rank, ())), tuple(self._staged.get(rank, ())))
             for rank in sorted({*found, *self._staged})
         )
         return Expansion(sources, self.pieces, self.descriptors)

@@ -25,6 +25,7 @@ from kvferry.geometry.model import Group, GroupKind
 from kvferry.geometry.plane import Plane
 from kvferry.planner.coverage import PlaneRead
 from kvferry.planner.descriptors import BlockRows, MemoryPair
+from kvferry.planner.footprint import Windows
 from kvferry.planner.line_rule import Stripe
 from kvferry.planner.request_blocks import GroupRequest, NeededBlocks
 from kvferry.planner.rows import (
@@ -72,6 +73,12 @@ class Lane:
     def extents(self) -> tuple[RowExtent, ...]:
         """The rows of one source block, as reads into staging memory."""
         return extents_of(self.planes, self.source.held_per_block)
+
+    @cached_property
+    def windows(self) -> tuple[Windows, Windows]:
+        """Those of the planes read and of the planes written."""
+        theirs, mine = (read.source for read in self.reads), (read.destination for read in self.reads)
+        return Windows.of(theirs, self.source), Windows.of(mine, self.destination)
 
     def cut_below(self, token: int) -> int:
         """`token` itself if a read of the lane may end there and another begin; else a lower token, but none below the

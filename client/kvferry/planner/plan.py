@@ -18,7 +18,6 @@ from kvferry.geometry.model import EngineGeometry, Group, GroupKind, RankGeometr
 from kvferry.geometry.plane import Plane
 from kvferry.planner.coverage import Coverer, Indexed, PlaneRead, engine_mismatches
 from kvferry.planner.expansion import Expansion, expand, together
-from kvferry.planner.footprint import BlockMap, Footprint, request_blocks
 from kvferry.planner.lane import Lane, build_lanes
 from kvferry.planner.path_choice import RECURRING_LIMIT, Path, PathChoice, PathRule, choose_path
 from kvferry.planner.request_blocks import GroupRequest, check_groups, needed, written
@@ -130,14 +129,6 @@ class ReadPlan:
             found.setdefault(lane.group.name, {}).setdefault(cut, lane)
         return {name: tuple(lanes.values()) for name, lanes in found.items()}
 
-    @cached_property
-    def _block_maps(self) -> Mapping[int, BlockMap]:
-        """By source rank."""
-        reads: dict[int, list[PlaneRead]] = {}
-        for read in self.reads:
-            reads.setdefault(read.source_rank, []).append(read)
-        return {rank: BlockMap(members) for rank, members in reads.items()}
-
     def expand(
         self, source: Mapping[str, Blocks], destination: Mapping[str, Blocks], tokens: tuple[int, int] | None = None
     ) -> Expansion:
@@ -164,9 +155,7 @@ class ReadPlan:
 
     def expand_needed(self, wanted: Mapping[str, GroupRequest]) -> Expansion:
         """The descriptors of the needed blocks, by group, which `needed` has checked."""
-        blocks = request_blocks(*self.groups_by_name, wanted)
-        footprints = {rank: Footprint(block_map, blocks) for rank, block_map in self._block_maps.items()}
-        return expand(self.lanes, self.staged, wanted, footprints)
+        return expand(self.lanes, self.staged, wanted)
 
 
 def plan_read(

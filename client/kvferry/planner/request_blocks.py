@@ -21,11 +21,12 @@ from kvferry.geometry.model import Group, GroupKind
 @dataclass(frozen=True, slots=True, eq=False)
 class NeededBlocks:
     """The blocks of one side that hold the needed tokens; `first` is the block index of the first of them in the
-    request. The `ids`, ``int64[n]``, are a copy of the caller's, in 64 bits because before numpy 2 an int32 array times
-    an ``np.int64`` stays int32, and wraps in caches above 2 GiB."""
+    request; a block of state counts as one token. The `ids`, ``int64[n]``, are a copy of the caller's, in 64 bits
+    because before numpy 2 an int32 array times an ``np.int64`` stays int32, and wraps in caches above 2 GiB."""
 
     ids: npt.NDArray[np.int64]
     first: int
+    block_tokens: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -229,7 +230,7 @@ def _holding(block_tokens: int, blocks: Blocks, begin: int, end: int) -> NeededB
     """The blocks that hold tokens ``[begin, end)``."""
     first, last = begin // block_tokens, -(-end // block_tokens)
     skipped = blocks.first_token // block_tokens
-    return NeededBlocks(blocks.ids[first - skipped : last - skipped].astype(np.int64), first)
+    return NeededBlocks(blocks.ids[first - skipped : last - skipped].astype(np.int64), first, block_tokens)
 
 
 def _span(group: Group, side: str, blocks: Blocks) -> tuple[int, int]:

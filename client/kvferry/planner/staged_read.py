@@ -109,11 +109,6 @@ class Batch:
             for rows in self.rows
         )
 
-    @property
-    def count(self) -> int:
-        """Descriptors, merged."""
-        return sum(len(of.merged[0]) for of in self.rows)
-
     def descriptors(self, slot: int, memory: MemoryPair) -> Descriptors:
         """The descriptors that read the rows to the address `slot`."""
         columns = zip(*(of.merged for of in self.rows), strict=True)

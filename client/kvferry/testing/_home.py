@@ -267,7 +267,7 @@ class InProcessHome:
     @property
     def waiting(self) -> int:
         """Number of reads that wait for a publication under a router's key."""
-        return sum(len(engine.router_keys.who_waits()) for engine in self._home.records.engines.values())
+        return self._home.journal.waiting
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         """Add handlers of methods. The generated code calls this, as on a `grpc.aio.Server`."""

@@ -32,90 +32,87 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """ERROR_REASON_UNSPECIFIED is never sent."""
     INTERNAL: _ErrorReason.ValueType  # 1
     """INTERNAL: the server failed; details are in its log only. Metadata: error_id. Next step: look for error_id in the
-    node server's log, which has the cause there, and report it. Only this call has failed; the node server goes on.
+    node server's log, and report the cause. Only this call has failed.
     """
     NOT_IMPLEMENTED: _ErrorReason.ValueType  # 2
-    """UNIMPLEMENTED: part of the contract that this server does not offer. Metadata: what. Next step: run kvferryd of
-    the caller's version there, or do without what `what` names.
+    """UNIMPLEMENTED: part of the contract that this server does not offer. Metadata: what. Next step: run kvferryd of the
+    caller's version there, or do without what `what` names.
     """
     DEADLINE_REQUIRED: _ErrorReason.ValueType  # 3
-    """INVALID_ARGUMENT: the call had no deadline. Next step: set a deadline for every call but Watch: timeout in
-    Python, -max-time in grpcurl.
+    """INVALID_ARGUMENT: the call had no deadline. Next step: set a deadline for every call but Watch: timeout in Python,
+    -max-time in grpcurl.
     """
     INVALID_FIELD: _ErrorReason.ValueType  # 4
-    """INVALID_ARGUMENT: a field is missing, malformed or out of range. Metadata: field, value, expected. Next step:
-    make the field what `expected` says. If only the SDK sent it, caller and node server are of different versions:
-    `kvferry version`.
+    """INVALID_ARGUMENT: a field is missing, malformed or out of range. Metadata: field, value, expected. Next step: make
+    the field what `expected` says. If only the SDK sent it, caller and node server are of different versions: `kvferry
+    version`.
     """
     BAD_GEOMETRY: _ErrorReason.ValueType  # 5
     """INVALID_ARGUMENT: a geometry that contradicts itself, or ranks that together lack units or tokens of a plane that
     they have. Metadata: where, problem. Next step: correct what `where` names: the engine's geometry, or the file
-    given to `kvferry plan`. If heads or tokens are missing, two ranks may have given the same ones; an engine that
-    holds a part of the model on purpose says `partial`. Layers that share one tensor on purpose say `shared`.
+    given to `kvferry plan`. If heads or tokens are missing, two ranks may have given the same ones. An engine that
+    holds a part of the model on purpose says `partial`; layers that share one tensor, `shared`.
     """
     BAD_REFERENCE: _ErrorReason.ValueType  # 6
-    """INVALID_ARGUMENT: a reference that is not one. Metadata: problem. Next step: hand on the whole reference as
-    prefill returned it; look for a router that cuts or re-encodes it.
+    """INVALID_ARGUMENT: a reference that is not one. Metadata: problem. Next step: hand on the whole reference as prefill
+    returned it; look for a router that cuts or re-encodes it.
     """
     WRONG_KEY: _ErrorReason.ValueType  # 7
-    """PERMISSION_DENIED: the reference's key is not the publication's, or the engine's. Metadata: engine_id;
-    publication, if it is the reference of one. Next step: hand on the reference as prefill returned it: something
-    changed it on its way, or somebody guesses keys.
+    """PERMISSION_DENIED: the reference's key is not the publication's, or the engine's. Metadata: engine_id; publication,
+    if it is the reference of one. Next step: hand on the reference as prefill returned it: something changed it on its
+    way, or somebody guesses keys.
     """
     WRONG_SESSION: _ErrorReason.ValueType  # 8
     """PERMISSION_DENIED: the session secret is not that of the incarnation. Metadata: engine_id. Next step: give every
-    rank of the engine the token of its own scheduler, made in this start. If they have it, look for another engine
-    that uses the same engine_id.
+    rank the token of its own scheduler, made in this start. If they have it, another engine uses the same engine_id.
     """
     ENGINE_UNKNOWN: _ErrorReason.ValueType  # 9
-    """NOT_FOUND: no engine of this id. Metadata: engine_id. Next step: look at `kvferry engines` of that node server:
-    compare the engine_id and the address. If the engine has ended, start it again; meanwhile decode computes its
-    requests.
+    """NOT_FOUND: no engine of this id. Metadata: engine_id. Next step: compare engine_id and address with `kvferry
+    engines` of that node server. If the engine has ended, start it again; meanwhile compute its requests.
     """
     ENGINE_INCOMPLETE: _ErrorReason.ValueType  # 10
     """UNAVAILABLE: not all ranks are registered (yet, or any more). Metadata: engine_id; missing_ranks, the first of
     them, at most 64, and missing, how many; nodes, the node servers that relayed for some of them; lost_nodes, those
-    of these that were lost themselves. Next step: wait while the engine starts. If it lasts, look in the logs of the
-    ranks in missing_ranks, and whether the node servers in lost_nodes run.
+    of these that were lost themselves. Next step: wait while the engine starts. If it lasts, look in the logs of
+    missing_ranks, and whether the node servers in lost_nodes run.
     """
     ENGINE_ID_IN_USE: _ErrorReason.ValueType  # 11
-    """ALREADY_EXISTS with RetryInfo: another incarnation of this engine_id lives. A home that has just started does not
-    say so for one engine_ttl: it cannot know which is the older, and takes both. Metadata: engine_id, incarnation.
-    Next step: wait: a predecessor that ended without `close` counts as alive until kvferryd's `--engine-ttl` (10 s)
-    has passed. If it lasts, two engines have the same engine_id: give one another.
+    """ALREADY_EXISTS with RetryInfo: another incarnation of this engine_id lives. For one engine_ttl after its own start
+    a home takes both. Metadata: engine_id, incarnation. Next step: wait: a predecessor that ended without `close`
+    counts as alive until kvferryd's `--engine-ttl` (10 s) has passed. If it lasts, two engines have the same
+    engine_id: give one another.
     """
     CACHE_DIFFERS: _ErrorReason.ValueType  # 12
     """ALREADY_EXISTS: the rank is registered with another content. Metadata: engine_id, rank, field. Next step: give
-    two ranks that run at once different rank numbers. A rank that starts again with another cache needs a new start
-    of its whole engine.
+    ranks that run at once different numbers. A rank with another cache needs a new start of its whole engine.
     """
     PEER_RESTARTED: _ErrorReason.ValueType  # 13
-    """FAILED_PRECONDITION: the message speaks of an incarnation that is not the engine's any more: another took its place,
-    it has stopped, or an operator has evicted it. Metadata: engine_id, incarnation, current. Next step: drop what is held of the old
-    incarnation, and send the request to prefill again, or compute it in decode. The engine itself must be started
-    again.
+    """FAILED_PRECONDITION: the message speaks of an incarnation that is not the engine's any more: another took its
+    place, it has stopped, or an operator has evicted it. Metadata: engine_id, incarnation, current. Next step: drop
+    what is held of the old incarnation, and send the request to prefill again, or compute it. The engine itself must
+    be started again.
     """
     PUBLICATION_STALE: _ErrorReason.ValueType  # 14
-    """NOT_FOUND: a publication number at or below the high-water mark that is not live. Metadata: engine_id,
-    publication. Next step: compute the request in decode, or send it to prefill again. If it happens often, decode
-    asks too late: compare kvferryd's `--hold` with the time that requests wait in its queue.
+    """NOT_FOUND: a publication number at or below the high-water mark that is not live. Metadata: engine_id, publication.
+    Next step: compute the request, or send it to prefill again. If it happens often, decode asks too late: compare
+    kvferryd's `--hold` with the time that requests wait in its queue.
     """
     PUBLICATION_RELEASED: _ErrorReason.ValueType  # 15
-    """NOT_FOUND: the publication was released. Metadata: engine_id, publication, outcome. Next step: compute the
-    request in decode. outcome says why: UNREAD, nobody read it for as long as kvferryd's `--hold`; FINAL, `--final`
-    had passed; READ and DECLINED, somebody was done with it before.
+    """NOT_FOUND: the publication was released. Metadata: engine_id, publication, outcome. Next step: compute the request.
+    outcome says why: UNREAD, nobody read it within kvferryd's `--hold`; FINAL, `--final` had passed; READ or DECLINED,
+    somebody was done with it.
     """
     PUBLICATION_TIMEOUT: _ErrorReason.ValueType  # 16
     """DEADLINE_EXCEEDED: the publication did not come while ReadBlocks waited. Metadata: engine_id, publication,
-    waited_ms. Next step: compute the request in decode. If it happens often, prefill is slower than the reader's
-    timeout or the node server's `--max-wait`: raise the smaller.
+    waited_ms. Next step: compute the request. If it happens often, prefill is slower than the reader's timeout or the
+    node server's `--max-wait`: raise the smaller.
     """
     INCOMPATIBLE: _ErrorReason.ValueType  # 17
     """FAILED_PRECONDITION: the caches of the two engines cannot be read from each other. Metadata: mismatch.N.kind,
-    .where, .field, .source, .destination, .message for N from 0, and mismatches, their number. Those that differ
-    only in `where` are spelled out once, with `alike`, how many more there are; at most 16 are spelled out. Next
-    step: make the named fields equal in the configurations of both engines. `kvferry plan` compares two geometries
-    without running engines.
+    .where, .field, .source, .destination, .message for N from 0, and mismatches, their number. Those that differ only
+    in `where` are spelled out once, with `alike`, how many more there are; at most 16 are spelled out. Next step: make
+    the named fields equal in the configurations of both engines. `kvferry plan` compares two geometries without
+    running engines.
     """
     PARTIES_MISMATCH: _ErrorReason.ValueType  # 18
     """INVALID_ARGUMENT: calls of one read disagree. Metadata: lease_number, field, value, expected. Next step: give the
@@ -131,24 +128,23 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     num_blocks, not the null block, each destination once.
     """
     HOME_RECOVERING: _ErrorReason.ValueType  # 21
-    """UNAVAILABLE: the home waits for the engine, or for its snapshot: it has restarted, or the engine is new.
-    Metadata: engine_id. Next step: repeat the call; it takes some seconds after a restart. If it lasts, the engine
-    has not come back: look in its log, and at the connection between it and this node server.
+    """UNAVAILABLE: the home waits for the engine, or for its snapshot: it has restarted, or the engine is new. Metadata:
+    engine_id. Next step: repeat the call; it takes some seconds after a restart. If it lasts, the engine has not come
+    back: look in its log, and at its connection to this node server.
     """
     DRAINING: _ErrorReason.ValueType  # 22
     """UNAVAILABLE: the node server is draining. Next step: repeat the call: it succeeds when kvferryd has been started
-    again at this address. If nobody starts it, direct callers to another node server.
+    again. If nobody starts it, direct callers to another node server.
     """
     LIMIT: _ErrorReason.ValueType  # 23
     """RESOURCE_EXHAUSTED with RetryInfo: a limit of the server, or of the process that made the call. Without RetryInfo
-    the request asks for more than the limit ever allows. Metadata: limit, value. Next step: repeat the call after
-    the pause that RetryInfo says; without one, ask for less. If it lasts, `limit` names what is used up: raise that
-    setting of kvferryd if it is one, or spread callers over more node servers.
+    the request asks for more than the limit ever allows. Metadata: limit, value. Next step: repeat the call after the
+    pause; without one, ask for less. If it lasts, `limit` names what is used up: raise that setting of kvferryd, if it
+    is one, or spread callers over more node servers.
     """
     RELAY_LOOP: _ErrorReason.ValueType  # 24
-    """FAILED_PRECONDITION: a relayed call reached a node server that is not the home. Metadata: relayed_by.
-    Next step: look where the home's address leads: to a load balancer, or to a node server with another
-    `--advertise`.
+    """FAILED_PRECONDITION: a relayed call reached a node server that is not the home. Metadata: relayed_by. Next step:
+    look where the home's address leads: to a load balancer, or to a node server with another `--advertise`.
     """
     UNREACHABLE: _ErrorReason.ValueType  # 25
     """UNAVAILABLE: the home of an engine could not be reached. Metadata: address. Next step: look whether kvferryd runs
@@ -156,10 +152,9 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     server relays the call, only its log says why: `home_unreachable`.
     """
     LEASE_ENDED: _ErrorReason.ValueType  # 26
-    """FAILED_PRECONDITION: the read's lease is not live (ended, or never was). Metadata: lease_number, if the home
-    knows it. Next step: compute the request in decode; blocks that were read under the lease do not count. If it
-    happens often, the reader renews too late: look for a process that stands still for longer than kvferryd's
-    `--ttl`.
+    """FAILED_PRECONDITION: the read's lease is not live (ended, or never was). Metadata: lease_number, if the home knows
+    it. Next step: compute the request; blocks that were read under the lease do not count. If it happens often, look
+    for a reader that stands still for longer than kvferryd's `--ttl`.
     """
     WATCH_TAKEN_OVER: _ErrorReason.ValueType  # 27
     """ABORTED: a newer Watch of the same process took over. Metadata: engine_id. Next step: let this one end; the newer
@@ -167,18 +162,18 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """
     BAD_AGENT_METADATA: _ErrorReason.ValueType  # 28
     """DATA_LOSS: agent metadata whose digest, name or regions are not what was announced. Metadata: engine_id, rank,
-    problem. Next step: restart the source engine. If it stays, its NIXL and the reader's are of different versions,
-    or something changes messages on their way.
+    problem. Next step: restart the source engine. If it stays, its NIXL and the reader's are of different versions, or
+    something changes messages.
     """
     PUBLICATION_ABORTED: _ErrorReason.ValueType  # 29
     """FAILED_PRECONDITION: the publication was aborted by its source. Metadata: engine_id, publication. Next step:
-    compute the request in decode, or drop it if the user has cancelled it.
+    compute the request, or drop it if the user has cancelled it.
     """
     DATA_LOSS: _ErrorReason.ValueType  # 30
-    """DATA_LOSS: bytes that were read are not those that the source had summed. Raised by readers; the read counts as
-    failed. Metadata: plane, source_rank, place, unit, source_block, destination_blocks, expected, computed,
-    mismatches. Next step: throw the blocks away and compute the request in decode. If it comes again, look at
-    source_rank: whether its engine writes to published blocks, then at its memory and network card.
+    """DATA_LOSS: bytes that were read are not those that the source had summed. The read counts as failed. Metadata:
+    plane, source_rank, place, unit, source_block, destination_blocks, expected, computed, mismatches. Next step:
+    compute the request. If it comes again, look at source_rank: whether its engine writes to published blocks, then at
+    its memory and network card.
     """
     WRONG_IDENTITY: _ErrorReason.ValueType  # 31
     """PERMISSION_DENIED: the lease was acquired under a certificate that shares no name with the caller's. Metadata:
@@ -186,161 +181,159 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     name). If they do, somebody else uses this lease_id.
     """
     NOT_ALLOWED: _ErrorReason.ValueType  # 32
-    """PERMISSION_DENIED: the policy of the node server does not let the caller do this. Said before anything else is looked
-    up. Metadata: identity, the DNS names and URIs in the caller's certificate, empty without one; role, which it lacks;
-    engine_id, the engine for which it lacks it, empty if the call is about none; method. Next step: if the caller should
-    be allowed to, give `identity` the role in the file that kvferryd's `--policy` names and send kvferryd a SIGHUP. An
-    admin calls over the UNIX socket, or with a certificate that the policy makes one.
+    """PERMISSION_DENIED: the policy of the node server does not let the caller do this. Said before anything else is
+    looked up. Metadata: identity, the DNS names and URIs in the caller's certificate, empty without one; role, which
+    it lacks; engine_id, the engine for which it lacks it, empty if the call is about none; method. Next step: if it
+    should, give `identity` the role in the file of kvferryd's `--policy` and send kvferryd a SIGHUP. An admin calls
+    over the UNIX socket, or with a certificate that the policy makes one.
     """
     ROUTER_KEY_USED: _ErrorReason.ValueType  # 33
-    """ALREADY_EXISTS: another publication of the engine has, or had a short time ago, the router_key of this one. Metadata:
-    engine_id, publication, the number of the other one. Next step: draw a new reference for every request and every
-    attempt of one; a router that sends a request to the same source again makes another one.
+    """ALREADY_EXISTS: another publication of the engine has, or had a short time ago, the router_key of this one.
+    Metadata: engine_id, publication, the number of the other one. Next step: draw a new reference for every request
+    and every attempt of one, also at the same source.
     """
     CONTRACT_DIFFERS: _ErrorReason.ValueType  # 34
     """FAILED_PRECONDITION: two programs whose revisions of this contract do not work together. Metadata: party and other,
-    the two; party_revision and other_revision, 0 for one that sent no Version; party_release, other_release. Next step:
-    upgrade the one with the lower revision; docs/operations.md says in which order. A program of your own has revision
-    0 if it sends no Version: add `"version": {"contract_revision": 2}` to its requests.
+    the two; party_revision and other_revision, 0 for one that sent no Version; party_release, other_release. Next
+    step: upgrade the one with the lower revision; docs/operations.md says in which order. A program of your own has
+    revision 0 if it sends no Version: add `"version": {"contract_revision": 2}` to its requests.
     """
     NOT_PUBLISHED: _ErrorReason.ValueType  # 35
-    """FAILED_PRECONDITION: the source has given the publication up: its home did not take it. The home was away for longer
-    than it holds publications, or refused it, or the request was aborted while the home was away. Metadata: engine_id,
-    publication; 0 for a router's reference. Next step: compute the request in decode, or send it to prefill again. The
-    log of the source's scheduler says why. If the home was away, look whether kvferryd runs there, and at the
-    connection between both; if it refused, do what this page says about the reason that the log names.
+    """FAILED_PRECONDITION: the source has given the publication up: its home was away for longer than it holds
+    publications, or refused it, or the request was aborted while the home was away. Metadata: engine_id, publication;
+    0 for a router's reference. Next step: compute the request, or send it to prefill again. The log of the source's
+    scheduler says why. If the home was away, look whether kvferryd runs there, and at the connection; if it refused,
+    see the reason that the log names.
     """
     TRANSFER_FAILED: _ErrorReason.ValueType  # 36
-    """ABORTED: a rank's share of a read failed: the transfer from a source rank, or something at the reader. Raised by
-    readers, and given in RankReport.reason. Next step: compute the request in decode; the next read connects again. If it
-    comes again, look whether the source rank lives, at the network between both, and at the lines of UCX and NIXL on the
-    reader's stderr.
+    """ABORTED: a rank's share of a read failed: the transfer from a source rank, or something at the reader. Next step:
+    compute the request; the next read connects again. If it comes again, look whether the source rank lives, at the
+    network, and at what UCX and NIXL wrote to the reader's stderr.
     """
     TRANSFER_STUCK: _ErrorReason.ValueType  # 37
-    """DEADLINE_EXCEEDED: a rank's share of a read did not end by its deadline. Raised by readers, and given in
-    RankReport.reason. Next step: compute the request in decode, and wait until the read is quiet before its blocks are
-    reused. Raise the read's timeout if such reads only take long; else look whether the source ranks that the reader's
-    log names have stopped, and at the network to them.
+    """DEADLINE_EXCEEDED: a rank's share of a read did not end by its deadline. Next step: compute the request, and reuse
+    its blocks only when the read is quiet. Raise the read's timeout if such reads only take long; else look at the
+    source ranks that the reader's log names, and at the network to them.
     """
     NIXL_FAILED: _ErrorReason.ValueType  # 38
-    """ABORTED: a call to NIXL failed. It does not prove that a read which was posted has stopped writing. Raised by readers,
-    and given in RankReport.reason. Metadata: call, peer, problem. Next step: compute the request in decode, and wait until
-    the read is quiet before its blocks are reused. `problem`, and the lines of UCX and NIXL on the reader's stderr, say
-    what failed: the peer may have died, memory cannot be registered, or UCX has no transport between both hosts.
+    """ABORTED: a call to NIXL failed. It does not prove that a read which was posted has stopped writing. Metadata: call,
+    peer, problem. Next step: compute the request, and reuse its blocks only when the read is quiet. `problem`, and
+    what UCX and NIXL wrote to the reader's stderr, say what failed: the peer may have died, memory cannot be
+    registered, or UCX has no transport between the hosts.
     """
     PROMPT_MISMATCH: _ErrorReason.ValueType  # 39
-    """FAILED_PRECONDITION: the KV cache is that of another prompt than the reader's. Raised by readers, before its bytes count,
-    and given in RankReport.reason. Metadata: request_id and tokens, the reader's request and the length of its prompt;
-    reader, its engine; source_request_id, engine_id and publication of the source; marked, the ends of the source's marks.
-    Next step: compute the request in decode. The router, or who chose the reference, has confused two requests: look in its
-    log for both request ids. The publication is not declined, since its own reader may still come. If the prompts are the
-    same, look whether both engines run the same tokenizer, chat template and truncation, and name LoRA adapters alike.
+    """FAILED_PRECONDITION: the KV cache is that of another prompt than the reader's. Found before its bytes count.
+    Metadata: request_id and tokens, the reader's request and the length of its prompt; reader, its engine;
+    source_request_id, engine_id and publication of the source; marked, the ends of the source's marks. Next step:
+    compute the request. The router, or who chose the reference, has confused two requests: look in its log for both
+    request ids. The publication is not declined, since its own reader may still come. If the prompts are the same,
+    compare tokenizer, chat template, truncation and names of LoRA adapters of both engines.
     """
     PROMPT_UNMARKED: _ErrorReason.ValueType  # 40
-    """FAILED_PRECONDITION: no mark of the source covers the tokens that the reader takes, and the reader's prompt_check is
-    "require". Raised by readers. Metadata: as PROMPT_MISMATCH. Next step: compute the request in decode. If it comes with
-    every read, the source's engine does not say its prompts, or this reader does not: give both `prompt`, or set the
-    reader's prompt_check to "compare".
+    """FAILED_PRECONDITION: no mark of the source covers the tokens that the reader takes, and the reader's prompt_check
+    is "require". Metadata: as PROMPT_MISMATCH. Next step: compute the request. If it comes with every read, an engine
+    does not say its prompts: give both `prompt`, or set the reader's prompt_check to "compare".
     """
     PREFIX_MISS: _ErrorReason.ValueType  # 41
-    """NOT_FOUND: the engine that was asked for a prompt's beginning has nothing to read, or did not answer. Metadata: engine_id;
-    why, a MissReason without its prefix. Next step: nothing: compute the prompt. If `why` is often NO_ANSWER, that engine's
-    steps take longer than the asker waits.
+    """NOT_FOUND: the engine that was asked for a prompt's beginning has nothing to read, or did not answer. Metadata:
+    engine_id; why, a MissReason without its prefix. Next step: nothing: compute the prompt. If `why` is often
+    NO_ANSWER, that engine's steps take longer than the asker waits.
     """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """ErrorReason is the machine-readable reason of an error. The comment gives the status code, the meaning, the metadata
-    keys and the next step. docs/errors.md is made from it.
+    keys and the next step; to compute the request means that decode computes its prefill itself. docs/errors.md is made
+    from it.
+
+    Readers raise TRANSFER_FAILED, TRANSFER_STUCK, NIXL_FAILED, DATA_LOSS, PROMPT_MISMATCH and PROMPT_UNMARKED themselves;
+    where a rank reports one, it is in RankReport.reason.
     """
 
 ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
 """ERROR_REASON_UNSPECIFIED is never sent."""
 INTERNAL: ErrorReason.ValueType  # 1
 """INTERNAL: the server failed; details are in its log only. Metadata: error_id. Next step: look for error_id in the
-node server's log, which has the cause there, and report it. Only this call has failed; the node server goes on.
+node server's log, and report the cause. Only this call has failed.
 """
 NOT_IMPLEMENTED: ErrorReason.ValueType  # 2
-"""UNIMPLEMENTED: part of the contract that this server does not offer. Metadata: what. Next step: run kvferryd of
-the caller's version there, or do without what `what` names.
+"""UNIMPLEMENTED: part of the contract that this server does not offer. Metadata: what. Next step: run kvferryd of the
+caller's version there, or do without what `what` names.
 """
 DEADLINE_REQUIRED: ErrorReason.ValueType  # 3
-"""INVALID_ARGUMENT: the call had no deadline. Next step: set a deadline for every call but Watch: timeout in
-Python, -max-time in grpcurl.
+"""INVALID_ARGUMENT: the call had no deadline. Next step: set a deadline for every call but Watch: timeout in Python,
+-max-time in grpcurl.
 """
 INVALID_FIELD: ErrorReason.ValueType  # 4
-"""INVALID_ARGUMENT: a field is missing, malformed or out of range. Metadata: field, value, expected. Next step:
-make the field what `expected` says. If only the SDK sent it, caller and node server are of different versions:
-`kvferry version`.
+"""INVALID_ARGUMENT: a field is missing, malformed or out of range. Metadata: field, value, expected. Next step: make
+the field what `expected` says. If only the SDK sent it, caller and node server are of different versions: `kvferry
+version`.
 """
 BAD_GEOMETRY: ErrorReason.ValueType  # 5
 """INVALID_ARGUMENT: a geometry that contradicts itself, or ranks that together lack units or tokens of a plane that
 they have. Metadata: where, problem. Next step: correct what `where` names: the engine's geometry, or the file
-given to `kvferry plan`. If heads or tokens are missing, two ranks may have given the same ones; an engine that
-holds a part of the model on purpose says `partial`. Layers that share one tensor on purpose say `shared`.
+given to `kvferry plan`. If heads or tokens are missing, two ranks may have given the same ones. An engine that
+holds a part of the model on purpose says `partial`; layers that share one tensor, `shared`.
 """
 BAD_REFERENCE: ErrorReason.ValueType  # 6
-"""INVALID_ARGUMENT: a reference that is not one. Metadata: problem. Next step: hand on the whole reference as
-prefill returned it; look for a router that cuts or re-encodes it.
+"""INVALID_ARGUMENT: a reference that is not one. Metadata: problem. Next step: hand on the whole reference as prefill
+returned it; look for a router that cuts or re-encodes it.
 """
 WRONG_KEY: ErrorReason.ValueType  # 7
-"""PERMISSION_DENIED: the reference's key is not the publication's, or the engine's. Metadata: engine_id;
-publication, if it is the reference of one. Next step: hand on the reference as prefill returned it: something
-changed it on its way, or somebody guesses keys.
+"""PERMISSION_DENIED: the reference's key is not the publication's, or the engine's. Metadata: engine_id; publication,
+if it is the reference of one. Next step: hand on the reference as prefill returned it: something changed it on its
+way, or somebody guesses keys.
 """
 WRONG_SESSION: ErrorReason.ValueType  # 8
 """PERMISSION_DENIED: the session secret is not that of the incarnation. Metadata: engine_id. Next step: give every
-rank of the engine the token of its own scheduler, made in this start. If they have it, look for another engine
-that uses the same engine_id.
+rank the token of its own scheduler, made in this start. If they have it, another engine uses the same engine_id.
 """
 ENGINE_UNKNOWN: ErrorReason.ValueType  # 9
-"""NOT_FOUND: no engine of this id. Metadata: engine_id. Next step: look at `kvferry engines` of that node server:
-compare the engine_id and the address. If the engine has ended, start it again; meanwhile decode computes its
-requests.
+"""NOT_FOUND: no engine of this id. Metadata: engine_id. Next step: compare engine_id and address with `kvferry
+engines` of that node server. If the engine has ended, start it again; meanwhile compute its requests.
 """
 ENGINE_INCOMPLETE: ErrorReason.ValueType  # 10
 """UNAVAILABLE: not all ranks are registered (yet, or any more). Metadata: engine_id; missing_ranks, the first of
 them, at most 64, and missing, how many; nodes, the node servers that relayed for some of them; lost_nodes, those
-of these that were lost themselves. Next step: wait while the engine starts. If it lasts, look in the logs of the
-ranks in missing_ranks, and whether the node servers in lost_nodes run.
+of these that were lost themselves. Next step: wait while the engine starts. If it lasts, look in the logs of
+missing_ranks, and whether the node servers in lost_nodes run.
 """
 ENGINE_ID_IN_USE: ErrorReason.ValueType  # 11
-"""ALREADY_EXISTS with RetryInfo: another incarnation of this engine_id lives. A home that has just started does not
-say so for one engine_ttl: it cannot know which is the older, and takes both. Metadata: engine_id, incarnation.
-Next step: wait: a predecessor that ended without `close` counts as alive until kvferryd's `--engine-ttl` (10 s)
-has passed. If it lasts, two engines have the same engine_id: give one another.
+"""ALREADY_EXISTS with RetryInfo: another incarnation of this engine_id lives. For one engine_ttl after its own start
+a home takes both. Metadata: engine_id, incarnation. Next step: wait: a predecessor that ended without `close`
+counts as alive until kvferryd's `--engine-ttl` (10 s) has passed. If it lasts, two engines have the same
+engine_id: give one another.
 """
 CACHE_DIFFERS: ErrorReason.ValueType  # 12
 """ALREADY_EXISTS: the rank is registered with another content. Metadata: engine_id, rank, field. Next step: give
-two ranks that run at once different rank numbers. A rank that starts again with another cache needs a new start
-of its whole engine.
+ranks that run at once different numbers. A rank with another cache needs a new start of its whole engine.
 """
 PEER_RESTARTED: ErrorReason.ValueType  # 13
-"""FAILED_PRECONDITION: the message speaks of an incarnation that is not the engine's any more: another took its place,
-it has stopped, or an operator has evicted it. Metadata: engine_id, incarnation, current. Next step: drop what is held of the old
-incarnation, and send the request to prefill again, or compute it in decode. The engine itself must be started
-again.
+"""FAILED_PRECONDITION: the message speaks of an incarnation that is not the engine's any more: another took its
+place, it has stopped, or an operator has evicted it. Metadata: engine_id, incarnation, current. Next step: drop
+what is held of the old incarnation, and send the request to prefill again, or compute it. The engine itself must
+be started again.
 """
 PUBLICATION_STALE: ErrorReason.ValueType  # 14
-"""NOT_FOUND: a publication number at or below the high-water mark that is not live. Metadata: engine_id,
-publication. Next step: compute the request in decode, or send it to prefill again. If it happens often, decode
-asks too late: compare kvferryd's `--hold` with the time that requests wait in its queue.
+"""NOT_FOUND: a publication number at or below the high-water mark that is not live. Metadata: engine_id, publication.
+Next step: compute the request, or send it to prefill again. If it happens often, decode asks too late: compare
+kvferryd's `--hold` with the time that requests wait in its queue.
 """
 PUBLICATION_RELEASED: ErrorReason.ValueType  # 15
-"""NOT_FOUND: the publication was released. Metadata: engine_id, publication, outcome. Next step: compute the
-request in decode. outcome says why: UNREAD, nobody read it for as long as kvferryd's `--hold`; FINAL, `--final`
-had passed; READ and DECLINED, somebody was done with it before.
+"""NOT_FOUND: the publication was released. Metadata: engine_id, publication, outcome. Next step: compute the request.
+outcome says why: UNREAD, nobody read it within kvferryd's `--hold`; FINAL, `--final` had passed; READ or DECLINED,
+somebody was done with it.
 """
 PUBLICATION_TIMEOUT: ErrorReason.ValueType  # 16
 """DEADLINE_EXCEEDED: the publication did not come while ReadBlocks waited. Metadata: engine_id, publication,
-waited_ms. Next step: compute the request in decode. If it happens often, prefill is slower than the reader's
-timeout or the node server's `--max-wait`: raise the smaller.
+waited_ms. Next step: compute the request. If it happens often, prefill is slower than the reader's timeout or the
+node server's `--max-wait`: raise the smaller.
 """
 INCOMPATIBLE: ErrorReason.ValueType  # 17
 """FAILED_PRECONDITION: the caches of the two engines cannot be read from each other. Metadata: mismatch.N.kind,
-.where, .field, .source, .destination, .message for N from 0, and mismatches, their number. Those that differ
-only in `where` are spelled out once, with `alike`, how many more there are; at most 16 are spelled out. Next
-step: make the named fields equal in the configurations of both engines. `kvferry plan` compares two geometries
-without running engines.
+.where, .field, .source, .destination, .message for N from 0, and mismatches, their number. Those that differ only
+in `where` are spelled out once, with `alike`, how many more there are; at most 16 are spelled out. Next step: make
+the named fields equal in the configurations of both engines. `kvferry plan` compares two geometries without
+running engines.
 """
 PARTIES_MISMATCH: ErrorReason.ValueType  # 18
 """INVALID_ARGUMENT: calls of one read disagree. Metadata: lease_number, field, value, expected. Next step: give the
@@ -356,24 +349,23 @@ group, side, block, num_blocks, problem. Next step: correct the block ids in the
 num_blocks, not the null block, each destination once.
 """
 HOME_RECOVERING: ErrorReason.ValueType  # 21
-"""UNAVAILABLE: the home waits for the engine, or for its snapshot: it has restarted, or the engine is new.
-Metadata: engine_id. Next step: repeat the call; it takes some seconds after a restart. If it lasts, the engine
-has not come back: look in its log, and at the connection between it and this node server.
+"""UNAVAILABLE: the home waits for the engine, or for its snapshot: it has restarted, or the engine is new. Metadata:
+engine_id. Next step: repeat the call; it takes some seconds after a restart. If it lasts, the engine has not come
+back: look in its log, and at its connection to this node server.
 """
 DRAINING: ErrorReason.ValueType  # 22
 """UNAVAILABLE: the node server is draining. Next step: repeat the call: it succeeds when kvferryd has been started
-again at this address. If nobody starts it, direct callers to another node server.
+again. If nobody starts it, direct callers to another node server.
 """
 LIMIT: ErrorReason.ValueType  # 23
 """RESOURCE_EXHAUSTED with RetryInfo: a limit of the server, or of the process that made the call. Without RetryInfo
-the request asks for more than the limit ever allows. Metadata: limit, value. Next step: repeat the call after
-the pause that RetryInfo says; without one, ask for less. If it lasts, `limit` names what is used up: raise that
-setting of kvferryd if it is one, or spread callers over more node servers.
+the request asks for more than the limit ever allows. Metadata: limit, value. Next step: repeat the call after the
+pause; without one, ask for less. If it lasts, `limit` names what is used up: raise that setting of kvferryd, if it
+is one, or spread callers over more node servers.
 """
 RELAY_LOOP: ErrorReason.ValueType  # 24
-"""FAILED_PRECONDITION: a relayed call reached a node server that is not the home. Metadata: relayed_by.
-Next step: look where the home's address leads: to a load balancer, or to a node server with another
-`--advertise`.
+"""FAILED_PRECONDITION: a relayed call reached a node server that is not the home. Metadata: relayed_by. Next step:
+look where the home's address leads: to a load balancer, or to a node server with another `--advertise`.
 """
 UNREACHABLE: ErrorReason.ValueType  # 25
 """UNAVAILABLE: the home of an engine could not be reached. Metadata: address. Next step: look whether kvferryd runs
@@ -381,10 +373,9 @@ at the address, and whether a firewall or TLS settings are between; the message 
 server relays the call, only its log says why: `home_unreachable`.
 """
 LEASE_ENDED: ErrorReason.ValueType  # 26
-"""FAILED_PRECONDITION: the read's lease is not live (ended, or never was). Metadata: lease_number, if the home
-knows it. Next step: compute the request in decode; blocks that were read under the lease do not count. If it
-happens often, the reader renews too late: look for a process that stands still for longer than kvferryd's
-`--ttl`.
+"""FAILED_PRECONDITION: the read's lease is not live (ended, or never was). Metadata: lease_number, if the home knows
+it. Next step: compute the request; blocks that were read under the lease do not count. If it happens often, look
+for a reader that stands still for longer than kvferryd's `--ttl`.
 """
 WATCH_TAKEN_OVER: ErrorReason.ValueType  # 27
 """ABORTED: a newer Watch of the same process took over. Metadata: engine_id. Next step: let this one end; the newer
@@ -392,18 +383,18 @@ one goes on. If both are alive, a rank runs twice: end one.
 """
 BAD_AGENT_METADATA: ErrorReason.ValueType  # 28
 """DATA_LOSS: agent metadata whose digest, name or regions are not what was announced. Metadata: engine_id, rank,
-problem. Next step: restart the source engine. If it stays, its NIXL and the reader's are of different versions,
-or something changes messages on their way.
+problem. Next step: restart the source engine. If it stays, its NIXL and the reader's are of different versions, or
+something changes messages.
 """
 PUBLICATION_ABORTED: ErrorReason.ValueType  # 29
 """FAILED_PRECONDITION: the publication was aborted by its source. Metadata: engine_id, publication. Next step:
-compute the request in decode, or drop it if the user has cancelled it.
+compute the request, or drop it if the user has cancelled it.
 """
 DATA_LOSS: ErrorReason.ValueType  # 30
-"""DATA_LOSS: bytes that were read are not those that the source had summed. Raised by readers; the read counts as
-failed. Metadata: plane, source_rank, place, unit, source_block, destination_blocks, expected, computed,
-mismatches. Next step: throw the blocks away and compute the request in decode. If it comes again, look at
-source_rank: whether its engine writes to published blocks, then at its memory and network card.
+"""DATA_LOSS: bytes that were read are not those that the source had summed. The read counts as failed. Metadata:
+plane, source_rank, place, unit, source_block, destination_blocks, expected, computed, mismatches. Next step:
+compute the request. If it comes again, look at source_rank: whether its engine writes to published blocks, then at
+its memory and network card.
 """
 WRONG_IDENTITY: ErrorReason.ValueType  # 31
 """PERMISSION_DENIED: the lease was acquired under a certificate that shares no name with the caller's. Metadata:
@@ -411,65 +402,62 @@ lease_number. Next step: give all ranks of one engine certificates that share a 
 name). If they do, somebody else uses this lease_id.
 """
 NOT_ALLOWED: ErrorReason.ValueType  # 32
-"""PERMISSION_DENIED: the policy of the node server does not let the caller do this. Said before anything else is looked
-up. Metadata: identity, the DNS names and URIs in the caller's certificate, empty without one; role, which it lacks;
-engine_id, the engine for which it lacks it, empty if the call is about none; method. Next step: if the caller should
-be allowed to, give `identity` the role in the file that kvferryd's `--policy` names and send kvferryd a SIGHUP. An
-admin calls over the UNIX socket, or with a certificate that the policy makes one.
+"""PERMISSION_DENIED: the policy of the node server does not let the caller do this. Said before anything else is
+looked up. Metadata: identity, the DNS names and URIs in the caller's certificate, empty without one; role, which
+it lacks; engine_id, the engine for which it lacks it, empty if the call is about none; method. Next step: if it
+should, give `identity` the role in the file of kvferryd's `--policy` and send kvferryd a SIGHUP. An admin calls
+over the UNIX socket, or with a certificate that the policy makes one.
 """
 ROUTER_KEY_USED: ErrorReason.ValueType  # 33
-"""ALREADY_EXISTS: another publication of the engine has, or had a short time ago, the router_key of this one. Metadata:
-engine_id, publication, the number of the other one. Next step: draw a new reference for every request and every
-attempt of one; a router that sends a request to the same source again makes another one.
+"""ALREADY_EXISTS: another publication of the engine has, or had a short time ago, the router_key of this one.
+Metadata: engine_id, publication, the number of the other one. Next step: draw a new reference for every request
+and every attempt of one, also at the same source.
 """
 CONTRACT_DIFFERS: ErrorReason.ValueType  # 34
 """FAILED_PRECONDITION: two programs whose revisions of this contract do not work together. Metadata: party and other,
-the two; party_revision and other_revision, 0 for one that sent no Version; party_release, other_release. Next step:
-upgrade the one with the lower revision; docs/operations.md says in which order. A program of your own has revision
-0 if it sends no Version: add `"version": {"contract_revision": 2}` to its requests.
+the two; party_revision and other_revision, 0 for one that sent no Version; party_release, other_release. Next
+step: upgrade the one with the lower revision; docs/operations.md says in which order. A program of your own has
+revision 0 if it sends no Version: add `"version": {"contract_revision": 2}` to its requests.
 """
 NOT_PUBLISHED: ErrorReason.ValueType  # 35
-"""FAILED_PRECONDITION: the source has given the publication up: its home did not take it. The home was away for longer
-than it holds publications, or refused it, or the request was aborted while the home was away. Metadata: engine_id,
-publication; 0 for a router's reference. Next step: compute the request in decode, or send it to prefill again. The
-log of the source's scheduler says why. If the home was away, look whether kvferryd runs there, and at the
-connection between both; if it refused, do what this page says about the reason that the log names.
+"""FAILED_PRECONDITION: the source has given the publication up: its home was away for longer than it holds
+publications, or refused it, or the request was aborted while the home was away. Metadata: engine_id, publication;
+0 for a router's reference. Next step: compute the request, or send it to prefill again. The log of the source's
+scheduler says why. If the home was away, look whether kvferryd runs there, and at the connection; if it refused,
+see the reason that the log names.
 """
 TRANSFER_FAILED: ErrorReason.ValueType  # 36
-"""ABORTED: a rank's share of a read failed: the transfer from a source rank, or something at the reader. Raised by
-readers, and given in RankReport.reason. Next step: compute the request in decode; the next read connects again. If it
-comes again, look whether the source rank lives, at the network between both, and at the lines of UCX and NIXL on the
-reader's stderr.
+"""ABORTED: a rank's share of a read failed: the transfer from a source rank, or something at the reader. Next step:
+compute the request; the next read connects again. If it comes again, look whether the source rank lives, at the
+network, and at what UCX and NIXL wrote to the reader's stderr.
 """
 TRANSFER_STUCK: ErrorReason.ValueType  # 37
-"""DEADLINE_EXCEEDED: a rank's share of a read did not end by its deadline. Raised by readers, and given in
-RankReport.reason. Next step: compute the request in decode, and wait until the read is quiet before its blocks are
-reused. Raise the read's timeout if such reads only take long; else look whether the source ranks that the reader's
-log names have stopped, and at the network to them.
+"""DEADLINE_EXCEEDED: a rank's share of a read did not end by its deadline. Next step: compute the request, and reuse
+its blocks only when the read is quiet. Raise the read's timeout if such reads only take long; else look at the
+source ranks that the reader's log names, and at the network to them.
 """
 NIXL_FAILED: ErrorReason.ValueType  # 38
-"""ABORTED: a call to NIXL failed. It does not prove that a read which was posted has stopped writing. Raised by readers,
-and given in RankReport.reason. Metadata: call, peer, problem. Next step: compute the request in decode, and wait until
-the read is quiet before its blocks are reused. `problem`, and the lines of UCX and NIXL on the reader's stderr, say
-what failed: the peer may have died, memory cannot be registered, or UCX has no transport between both hosts.
+"""ABORTED: a call to NIXL failed. It does not prove that a read which was posted has stopped writing. Metadata: call,
+peer, problem. Next step: compute the request, and reuse its blocks only when the read is quiet. `problem`, and
+what UCX and NIXL wrote to the reader's stderr, say what failed: the peer may have died, memory cannot be
+registered, or UCX has no transport between the hosts.
 """
 PROMPT_MISMATCH: ErrorReason.ValueType  # 39
-"""FAILED_PRECONDITION: the KV cache is that of another prompt than the reader's. Raised by readers, before its bytes count,
-and given in RankReport.reason. Metadata: request_id and tokens, the reader's request and the length of its prompt;
-reader, its engine; source_request_id, engine_id and publication of the source; marked, the ends of the source's marks.
-Next step: compute the request in decode. The router, or who chose the reference, has confused two requests: look in its
-log for both request ids. The publication is not declined, since its own reader may still come. If the prompts are the
-same, look whether both engines run the same tokenizer, chat template and truncation, and name LoRA adapters alike.
+"""FAILED_PRECONDITION: the KV cache is that of another prompt than the reader's. Found before its bytes count.
+Metadata: request_id and tokens, the reader's request and the length of its prompt; reader, its engine;
+source_request_id, engine_id and publication of the source; marked, the ends of the source's marks. Next step:
+compute the request. The router, or who chose the reference, has confused two requests: look in its log for both
+request ids. The publication is not declined, since its own reader may still come. If the prompts are the same,
+compare tokenizer, chat template, truncation and names of LoRA adapters of both engines.
 """
 PROMPT_UNMARKED: ErrorReason.ValueType  # 40
-"""FAILED_PRECONDITION: no mark of the source covers the tokens that the reader takes, and the reader's prompt_check is
-"require". Raised by readers. Metadata: as PROMPT_MISMATCH. Next step: compute the request in decode. If it comes with
-every read, the source's engine does not say its prompts, or this reader does not: give both `prompt`, or set the
-reader's prompt_check to "compare".
+"""FAILED_PRECONDITION: no mark of the source covers the tokens that the reader takes, and the reader's prompt_check
+is "require". Metadata: as PROMPT_MISMATCH. Next step: compute the request. If it comes with every read, an engine
+does not say its prompts: give both `prompt`, or set the reader's prompt_check to "compare".
 """
 PREFIX_MISS: ErrorReason.ValueType  # 41
-"""NOT_FOUND: the engine that was asked for a prompt's beginning has nothing to read, or did not answer. Metadata: engine_id;
-why, a MissReason without its prefix. Next step: nothing: compute the prompt. If `why` is often NO_ANSWER, that engine's
-steps take longer than the asker waits.
+"""NOT_FOUND: the engine that was asked for a prompt's beginning has nothing to read, or did not answer. Metadata:
+engine_id; why, a MissReason without its prefix. Next step: nothing: compute the prompt. If `why` is often
+NO_ANSWER, that engine's steps take longer than the asker waits.
 """
 global___ErrorReason = ErrorReason

@@ -80,8 +80,8 @@ class IntrospectionServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListTransfers(self, request, context):
-        """ListTransfers lists reads and their leases, by publication and lease_number; first those that wait under a router's key,
-        which have neither yet. Idempotent.
+        """ListTransfers lists reads and their leases, in the order in which they began. Those that wait under a router's key have no
+        lease_number yet. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

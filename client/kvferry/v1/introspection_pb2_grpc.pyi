@@ -60,8 +60,8 @@ class IntrospectionStub:
         kvferry.v1.introspection_pb2.ListTransfersRequest,
         kvferry.v1.introspection_pb2.ListTransfersResponse,
     ]
-    """ListTransfers lists reads and their leases, by publication and lease_number; first those that wait under a router's key,
-    which have neither yet. Idempotent.
+    """ListTransfers lists reads and their leases, in the order in which they began. Those that wait under a router's key have no
+    lease_number yet. Idempotent.
     """
 
     PlanRead: grpc.UnaryUnaryMultiCallable[
@@ -101,8 +101,8 @@ class IntrospectionAsyncStub:
         kvferry.v1.introspection_pb2.ListTransfersRequest,
         kvferry.v1.introspection_pb2.ListTransfersResponse,
     ]
-    """ListTransfers lists reads and their leases, by publication and lease_number; first those that wait under a router's key,
-    which have neither yet. Idempotent.
+    """ListTransfers lists reads and their leases, in the order in which they began. Those that wait under a router's key have no
+    lease_number yet. Idempotent.
     """
 
     PlanRead: grpc.aio.UnaryUnaryMultiCallable[
@@ -152,8 +152,8 @@ class IntrospectionServicer(metaclass=abc.ABCMeta):
         request: kvferry.v1.introspection_pb2.ListTransfersRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvferry.v1.introspection_pb2.ListTransfersResponse, collections.abc.Awaitable[kvferry.v1.introspection_pb2.ListTransfersResponse]]:
-        """ListTransfers lists reads and their leases, by publication and lease_number; first those that wait under a router's key,
-        which have neither yet. Idempotent.
+        """ListTransfers lists reads and their leases, in the order in which they began. Those that wait under a router's key have no
+        lease_number yet. Idempotent.
         """
 
     @abc.abstractmethod

@@ -25,7 +25,6 @@ from kvferry.stats import Metric, metrics_of
 from kvferry_server.admin.node_state import CallCounts, NodeState
 from kvferry_server.domain.engine import STATES, Engine
 from kvferry_server.domain.journal import LIVE, Journal
-from kvferry_server.domain.limits import Budget
 
 Value: TypeAlias = Callable[[NodeState], Any]
 """Computes the value of a metric: a number, or numbers by the values of the labels. None: the metric is left out."""
@@ -92,7 +91,7 @@ def _budgets(node: NodeState) -> Mapping[str, tuple[int, int]]:
     used = {"memory": home.memory.used, "leases": home.records.lease_budget.used, "engines": len(node.engines)}
     found = {name: (value, getattr(home.limits, name)) for name, value in used.items()}
     for name in ("answers", "requests"):
-        budgets: list[Budget] = [getattr(listener, name) for listener in node.listeners]
+        budgets = [listener.budgets[name] for listener in node.listeners]
         found[name] = sum(each.used for each in budgets), sum(each.capacity for each in budgets)
     return found
 
@@ -100,9 +99,7 @@ def _budgets(node: NodeState) -> Mapping[str, tuple[int, int]]:
 def _engine_budgets(node: NodeState) -> Mapping[str, tuple[int, int]]:
     engines = node.engines
     used = {
-        "waiting_reads": max((engine.waiting_reads.used for engine in engines), default=0),
-        "waiting_declines": max((len(engine.declined) for engine in engines), default=0),
-        "publications": max((len(engine.listed) for engine in engines), default=0),
+        "publications": max((len(engine.publications) for engine in engines), default=0),
         "checksum_bytes": max((engine.checksum_bytes for engine in engines), default=0),
     }
     return {name: (most, getattr(node.home.limits, name)) for name, most in used.items()}
@@ -111,7 +108,7 @@ def _engine_budgets(node: NodeState) -> Mapping[str, tuple[int, int]]:
 def _calls(node: NodeState) -> Mapping[tuple[str, str], tuple[int, int]]:
     kinds = {"call": "calls", "stream": "streams"}
     budgets = {
-        (listener.name, kind): getattr(listener, name) for kind, name in kinds.items() for listener in node.listeners
+        (listener.name, kind): listener.budgets[name] for kind, name in kinds.items() for listener in node.listeners
     }
     return {labels: (budget.used, budget.capacity) for labels, budget in budgets.items()}
 
@@ -130,8 +127,7 @@ METRICS: tuple[Row, ...] = (
     ),
     _gauge(
         "process_memory_limit_bytes",
-        "Memory that the process may have: the least that its cgroups and its host allow. "
-        "process_resident_memory_bytes is the memory in use.",
+        "Memory that the process may have: the least that its cgroups and its host allow.",
         lambda node: node.memory_limit,
     ),
     _gauge("start_time_seconds", "When the node server started.", lambda node: node.started_at),
@@ -148,23 +144,17 @@ METRICS: tuple[Row, ...] = (
         },
         role=("scheduler", "rank"),
     ),
-    _gauge(
-        "cache_bytes",
-        "Bytes of the registered caches; memory that groups of one pool share counts once.",
-        lambda node: sum(one.cache_bytes for one in node.alive),
-    ),
     *_counted(Journal, lambda node: node.home.journal),
     _gauge("oldest_pin_age_seconds", "Age of the oldest publication that is not released.", _oldest_pin),
     _gauge(
         "engine_pinned_publications",
-        "Publications of an engine that are not released: they wait for readers, or are being read.",
+        "Publications of an engine that wait for readers, or are being read.",
         _by_engine(lambda engine, _: len(engine.pinned)),
         engine=(),
     ),
     _gauge(
         "engine_pinned_bytes",
-        "Bytes that they hold on all ranks of the engine. A block counts once for each publication that holds it: "
-        "shared prefixes may add up to more than the cache.",
+        "Bytes that they hold on all ranks. A shared block counts once for each: the sum may exceed the cache.",
         _by_engine(lambda engine, _: engine.pinned_bytes),
         engine=(),
     ),
@@ -182,8 +172,7 @@ METRICS: tuple[Row, ...] = (
     ),
     _gauge(
         "leases",
-        "Live leases (waiting: for blocks, or for the rest of what is published in parts), and ended ones whose "
-        "outcome is kept.",
+        "Live leases (waiting: for blocks), and ended ones whose outcome is kept.",
         _leases,
         state=("waiting", "reading", "kept"),
     ),
@@ -195,10 +184,9 @@ METRICS: tuple[Row, ...] = (
     ),
     *_bounded(
         *("engine_budget_used", "engine_budget_limit"),
-        "Use of a budget that each engine has, by the engine that uses most of it. The page and `kvferry engines` show "
-        "the publications and leases of each engine.",
+        "Use of a budget that each engine has, by the engine that uses most of it.",
         _engine_budgets,
-        budget=("waiting_reads", "waiting_declines", "publications", "checksum_bytes"),
+        budget=("publications", "checksum_bytes"),
     ),
     *_counted(CallCounts, lambda node: node.calls),
     *_bounded(
@@ -210,26 +198,21 @@ METRICS: tuple[Row, ...] = (
     ),
     *_bounded(
         *("connections", "connections_limit"),
-        "Open connections, by listener (unix, tcp).",
+        "Open connections.",
         lambda node: {one.name: (node.connections.get(one.name, 0), one.max_connections) for one in node.listeners},
         listener=(),
     ),
     *_counted(NodeState, lambda node: node),
     _gauge("relayed_homes", "Homes to which the node server relays ranks.", lambda node: node.relays.num_homes),
     (
-        Metric("counter", "kvferry_tls_handshakes", "Connections whose TLS handshake has begun. Only with TLS."),
-        lambda node: node.handshakes(),
-    ),
-    (
         Metric(
             "counter",
             "kvferry_tls_handshakes_failed",
-            "TLS handshakes that failed, of incoming connections and of connections to other homes. Only from kvferryd "
-            "with TLS: gRPC reports them only in its log, which an embedded server leaves to its process. A peer that "
-            "closes the connection in the middle is not counted.",
+            "TLS handshakes that failed, incoming and to other homes; not those that a peer broke off. Only from "
+            "kvferryd with TLS: gRPC reports them only in its log, which an embedded server leaves to its process.",
             {"reason": ("no_certificate", "untrusted", "expired", "not_tls", "version", "rejected_by_peer", "other")},
         ),
-        lambda node: None if node.certificates is None else node.failed_handshakes,
+        lambda node: node.failed_handshakes() if node.certificates and node.failed_handshakes else None,
     ),
     _gauge(
         "certificate_expiry_timestamp_seconds",

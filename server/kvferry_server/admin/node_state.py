@@ -5,25 +5,25 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from time import perf_counter
 from typing import Any, TypeAlias
 
 import kvferry
 from kvferry._wire.channel import Address
 from kvferry._wire.tls_files import TlsFiles
 from kvferry.stats import Distribution, counter, histogram, shown
-from kvferry_server.admin.limits import LAG_POLL, OVERDUE
 from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.event_log import EventLog
+from kvferry_server.domain.journal import EventLog
 from kvferry_server.domain.limits import Budget
 from kvferry_server.home.home import Home
 from kvferry_server.servicers.relay import Relays
 
 Row: TypeAlias = "dict[str, Any]"
 
+CONNECTIONS_POLL = 2.0  # Seconds between two counts of the open connections
+LAG_POLL = 0.5  # Seconds between two measurements of how late the event loop runs its timers
+OVERDUE = 5.0  # Seconds by which the home's timers may be late before the node server counts as ill
 BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # Of buckets of durations, in seconds
 
 OK = "OK"
@@ -31,20 +31,17 @@ INTERNAL = "INTERNAL"  # The reason of a call that failed because of a bug
 LEFT = "CANCELLED"  # The result of a call whose client has left
 ABORTED = "ABORTED"  # Of a call that its handler aborted without a reason, as those of health and reflection do
 
-_refused: ContextVar[str] = ContextVar("kvferry_refused", default=LEFT)
-"""The result of the current call if it gets no answer."""
-
 
 @dataclass(slots=True, eq=False)
 class CallCounts:
-    """Counts calls, and writes refusals to `events`. Belongs to the event loop that serves the calls. The number of
-    labels is bounded: methods come from the contract, reasons from `ErrorReason`."""
+    """Counts of calls, and where their refusals are written. The number of labels is bounded: methods come from the
+    contract, reasons from `ErrorReason`."""
 
     events: EventLog | None = None
     results: Counter[tuple[str, str]] = counter(
         "kvferry_calls",
-        "Calls that ended. The result is OK, the reason of the error, CANCELLED if the client left, or ABORTED for an "
-        "error without a reason. Other results than OK and INTERNAL begin with the first such call.",
+        "Calls that ended: OK, the reason of the error, CANCELLED if the client left, or ABORTED for an error without "
+        "a reason. Other results than OK and INTERNAL begin with the first such call.",
         method=(),
         result=(),
     )
@@ -52,51 +49,14 @@ class CallCounts:
         "kvferry_call_seconds", "How long calls take that do not wait for news.", BOUNDS, method=()
     )
 
-    def counted(
-        self, method: str, behaviour: Callable[[Any, Any], Awaitable[Any]], *, timed: bool
-    ) -> Callable[[Any, Any], Awaitable[Any]]:
-        """Wrap a handler so that its calls are counted. `method` is a path, or the name of unknown methods in messages.
-        `timed`: the calls do not wait for news, so that their duration says something."""
-        name = method.removeprefix("/") if method.startswith("/") else "unknown"
-        # Both from the start, because a rate needs a first value.
-        self.results[name, OK] += 0
-        self.results[name, INTERNAL] += 0
-        distribution = self.taken.setdefault(name, Distribution(BOUNDS)) if timed else None
-
-        async def call(request: Any, context: Any) -> Any:
-            began, result = perf_counter(), ""
-            try:
-                answer = await behaviour(request, context)
-                result = OK
-                return answer
-            finally:
-                # Each call has its own task, so no other call sees this variable.
-                self.results[name, result or _refused.get()] += 1
-                if distribution is not None:
-                    distribution.add(perf_counter() - began)
-
-        return call
-
-    def refused(self, method: str, peer: str, reason: str, values: dict[str, str]) -> None:
-        """Record that the current call ends with an error; `reason` may be empty."""
-        _refused.set(reason or ABORTED)
-        if self.events is not None and reason:
-            name = method.rpartition("/")[2]
-            self.events.refusal(name, reason, values, {"peer": peer.rstrip(":")})
-
 
 @dataclass(frozen=True, slots=True)
 class ShownListener:
-    """A gRPC listener of a node server."""
+    """A gRPC listener of a node server. `budgets`: ``calls`` and ``streams``, in bytes the ``answers`` that clients
+    have not taken yet, and the ``requests`` in work."""
 
     address: Address
-    is_serving: Callable[[], bool]  # False while a new gRPC server replaces another
-    calls: Budget
-    streams: Budget
-    answers: Budget  # Bytes of answers that clients have not taken yet
-    requests: Budget  # Bytes of requests in work
-    connections: Callable[[], int]
-    """Counts open connections, which takes a while if there are many. Any thread may call it."""
+    budgets: Mapping[str, Budget]
     max_connections: int
 
     @property
@@ -108,26 +68,26 @@ class ShownListener:
 class NodeState:
     """A node server, for the admin listener. Belongs to the server's event loop.
 
-    `home_runs` says whether the home's timers run. Without TLS, `certificates` is None, and `handshakes`, which counts
-    the TLS handshakes that have begun, returns None. `failed_handshakes` is by reason; None: they are not counted.
+    Without TLS, `certificates` is None. `failed_handshakes` returns
+    numbers by reason; None: they are not counted.
     `settings` are those that may be shown: durations, in seconds, and limits. `memory_limit` is in bytes, `started_at`
-    in seconds since 1970. `listeners` grows while the server starts. `connections` are the open connections, by the
-    listener's name, when they were last counted.
+    in seconds since 1970. `listeners` grows while the server starts. `count_connections` counts the open connections to
+    an address, which takes a while if there are many, on any thread; `connections` are those when they were last
+    counted, by the listener's name.
     """
 
     home: Home
     relays: Relays
-    home_runs: Callable[[], bool]
     certificates: TlsFiles | None
-    handshakes: Callable[[], int | None]
-    failed_handshakes: Mapping[str, int] | None
+    failed_handshakes: Callable[[], Mapping[str, int]] | None
     settings: Mapping[str, object]
     addresses: Sequence[str]
     memory_limit: int
     calls: CallCounts
+    count_connections: Callable[[Address], int]
     lag: Distribution = histogram("kvferry_loop_lag_seconds", "How late timers of the event loop are.", bounds=BOUNDS)
     listeners: list[ShownListener] = field(default_factory=list)
-    connections: Mapping[str, int] = field(default_factory=dict)
+    connections: dict[str, int] = field(default_factory=dict)
     started_at: float = field(default_factory=time.time)
 
     @property
@@ -142,15 +102,10 @@ class NodeState:
         """Return why the node server takes no new work; empty if it does."""
         if self.home.draining:
             return "draining"
-        if len(self.listeners) < len(self.addresses):
-            return "starting"
-        away = [str(listener.address) for listener in self.listeners if not listener.is_serving()]
-        return f"gRPC's server is being replaced at {' and '.join(away)}" if away else ""
+        return "starting" if len(self.listeners) < len(self.addresses) else ""
 
     def why_not_healthy(self) -> str:
         """Return why only a restart helps; empty if the server works. An answer shows that the event loop runs."""
-        if not self.home_runs():
-            return "the home's timers have stopped: nothing is released any more"
         late = self.home.clock.now() - self.home.next_deadline()
         return f"the home's timers are {late:.0f} s late" if late > OVERDUE else ""
 
@@ -162,9 +117,12 @@ class NodeState:
             await asyncio.sleep(LAG_POLL)
             self.lag.add(max(0.0, loop.time() - due))
 
-    def count_connections(self) -> None:
-        """Count the open connections. Any thread may call this."""
-        self.connections = {listener.name: listener.connections() for listener in tuple(self.listeners)}
+    async def measure_connections(self) -> None:
+        """Count the open connections again and again."""
+        while True:
+            for listener in tuple(self.listeners):
+                self.connections[listener.name] = await asyncio.to_thread(self.count_connections, listener.address)
+            await asyncio.sleep(CONNECTIONS_POLL)
 
 
 def overview(node: NodeState) -> Row:
@@ -210,9 +168,9 @@ def last_reads(node: NodeState) -> list[Row]:
     with node.home.turn() as now:
         return [
             {
-                **asdict(read),
-                "began_s_ago": round(now - read.granted_at, 6),
-                "ended_s_ago": round(now - read.ended_at, 6),
+                **read,
+                "began_s_ago": round(now - read["granted_at"], 6),
+                "ended_s_ago": round(now - read["ended_at"], 6),
             }
             for read in node.home.journal.last_reads
         ]

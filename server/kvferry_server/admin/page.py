@@ -13,13 +13,11 @@ from urllib.parse import urlencode
 
 from kvferry._summaries import duration, engine_row, request_row, size, transfer_row
 from kvferry.v1 import introspection_pb2 as ipb
-from kvferry_server.admin.limits import MAX_LABEL, PAGE_SIZE
 from kvferry_server.admin.node_state import NodeState, Row, last_reads, overview
 from kvferry_server.admin.problems import Problem, problems
-from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.event_log import short
-from kvferry_server.servicers import lists
+from kvferry_server.servicers import introspection
 
+PAGE_SIZE = 50  # Entries of a listing on one page
 TICKS = 4
 ENDS = ("valid", "failed", "expired", "cancelled")  # How reads end
 COLOURED = ("failed", "dead", "lost", "incomplete", "missing", "expired", "cancelled", "valid", "ready")
@@ -51,10 +49,8 @@ FRONT = """<h1>Node server {state[advertise]}</h1>
 <h2>Reads</h2><p class="note">Under way, and ended ones whose outcome is kept.</p>{reads}
 <h2>The last reads</h2><p class="legend">{legend}</p>{timeline}
 """
-PROBLEM = """<li class="{state}"><p><strong>{state}</strong> {engine}</p><p>{what}</p>
-<p class="next"><b>Next:</b> {next_step}</p></li>"""
-ENGINE = """<h1>engine {engine_id}</h1>
-<p>Incarnation {incarnation}. {count} ranks. Groups: {groups}.</p>{ranks}"""
+PROBLEM = """<li class="{0.state}"><p><strong>{0.state}</strong></p><p>{0.what}</p>
+<p class="next"><b>Next:</b> {0.next_step}</p></li>"""
 TABLE = '<table id="{name}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
@@ -95,14 +91,13 @@ def front(node: NodeState, query: Mapping[str, str]) -> Html:
     def asked(name: str) -> dict[str, Any]:
         return {"page_size": PAGE_SIZE, "page_token": query.get(name, "")}
 
-    engines = lists.engines(home, ipb.ListEnginesRequest(**asked("engines")))
-    reads = lists.transfers(home, ipb.ListTransfersRequest(**asked("reads")))
-    requests = lists.requests(home, ipb.ListRequestsRequest(**asked("requests")))
+    engines = introspection.engines(home, ipb.ListEnginesRequest(**asked("engines")))
+    reads = introspection.transfers(home, ipb.ListTransfersRequest(**asked("reads")))
+    requests = introspection.requests(home, ipb.ListRequestsRequest(**asked("requests")))
     hosts = {(engine.ref.engine_id, engine.ref.incarnation): engine.host for engine in node.engines}
-    linked = [
+    with_hosts = [
         {
             **engine_row(summary),
-            "Engine": _link(summary.engine.engine_id, "/engine", engine_id=summary.engine.engine_id),
             "Host": hosts.get((summary.engine.engine_id, summary.engine.incarnation), ""),
         }
         for summary in engines.engines
@@ -119,7 +114,7 @@ def front(node: NodeState, query: Mapping[str, str]) -> Html:
         uptime=duration(state["uptime_s"]),
         leases=", ".join(f"{count} {name}" for name, count in state["leases"].items()) or "none",
         oldest="" if pinned is None else f", the oldest for {duration(pinned)}",
-        engines=shown("engines", linked, engines.next_page_token),
+        engines=shown("engines", with_hosts, engines.next_page_token),
         legend=each('<span class="{0}">{0}</span>', ENDS),
         timeline=_timeline(last_reads(node)),
         reads=shown("reads", [*map(transfer_row, reads.transfers)], reads.next_page_token),
@@ -128,83 +123,16 @@ def front(node: NodeState, query: Mapping[str, str]) -> Html:
     return document(f"kvferry: {state['advertise']}", content)
 
 
-def engine_page(engine: Engine, first: int) -> Html:
-    """Return the page of an engine's ranks, from `first` on. Call within a turn."""
-    ref = engine.ref
-    rows, following = _rank_rows(engine, first)
-    more = f"/engine?{urlencode({'engine_id': ref.engine_id, 'first': following})}" if following else ""
-    content = html(
-        ENGINE,
-        engine_id=ref.engine_id,
-        incarnation=short(ref.incarnation),
-        count=engine.num_ranks,
-        groups=", ".join(group.name for group in engine.first.groups) if engine.first is not None else "none",
-        ranks=_rows("ranks", rows, "more ranks", more),
-    )
-    return document(f"engine {ref.engine_id}", content)
-
-
-def _rank_rows(engine: Engine, first: int) -> tuple[list[Row], int]:
-    """Return a page of an engine's ranks from `first` on, and the first rank of the next page; 0: it is the last."""
-    rows: list[Row] = []
-    following = first + PAGE_SIZE
-    for rank in range(first, min(following, engine.num_ranks)):
-        registration = engine.ranks.get(rank)
-        state = "missing" if registration is None else "lost" if rank in engine.lost_ranks else "registered"
-        rows.append(
-            {
-                "Rank": rank,
-                "State": state,
-                "Labels": "" if registration is None else registration.geometry.label[:MAX_LABEL],
-                "Planes": 0 if registration is None else len(registration.geometry.planes),
-                "Cache": "" if registration is None else size(registration.cache_bytes),
-                "Node": engine.nodes.get(rank, ""),
-                "Watched": "yes" if rank in engine.watched_ranks else "no",
-            }
-        )
-    return rows, following if following < engine.num_ranks else 0
-
-
-def state_page(state: Row) -> Html:
-    """Return the state of the node server as a table."""
-    content = '<h1>State</h1><p><a href="/statusz?format=json">as JSON</a></p>{}'
-    rows = [{"What": name, "Value": _human(name, value)} for name, value in state.items()]
-    return document("kvferry: state", html(content, _rows("state", rows)))
-
-
 def problem_page(problem: str) -> Html:
     """Return a page that explains an error."""
     return document("kvferry", html("<h1>That did not work</h1><p>{}</p>", problem))
 
 
-def _human(name: str, value: object) -> str:
-    """Return a value of the state for people, with the unit that its name says; fractions are durations."""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{each}: {_human(each, inside)}" for each, inside in value.items()) or "none"
-    if isinstance(value, (list, tuple)):
-        return ", ".join(map(str, value)) or "none"
-    if isinstance(value, bool) or value is None:
-        return "none" if value is None else "yes" if value else "no"
-    if isinstance(value, float) or (isinstance(value, int) and name.endswith("_s")):
-        return duration(value)
-    return size(value) if isinstance(value, int) and name.endswith(("bytes", "memory")) else str(value)
-
-
 def _problems(found: Sequence[Problem], left: int) -> Html:
     if not found:
         return html('<p class="good">Ready. No problem is known.</p>')
-    items = (
-        html(
-            PROBLEM,
-            state=problem.state,
-            engine=_link(problem.engine_id, "/engine", engine_id=problem.engine_id) if problem.engine_id else "",
-            what=problem.what,
-            next_step=problem.next_step,
-        )
-        for problem in found
-    )
     more = html("<p>{} more engines are dead, lost or incomplete.</p>", left) if left else ""
-    return html("<h2>Problems</h2><ul>{}</ul>{}", each("{}", items), more)
+    return html("<h2>Problems</h2><ul>{}</ul>{}", each(PROBLEM, found), more)
 
 
 def _rows(name: str, rows: Sequence[Mapping[str, object]], more: str = "", target: str = "") -> Html:
@@ -227,10 +155,6 @@ def _cell(title: str, value: object) -> Html:
         kind = next((word for word in COLOURED if word in str(value)), "")
     # `Html` is a `str`, and stays `Html`. The name stands before the value where a screen is narrow.
     return html('<td class="{}" data-name="{}">{}</td>', kind, name, value if isinstance(value, str) else f"{value}")
-
-
-def _link(text: str, path: str, **query: str) -> Html:
-    return html('<a href="{}?{}">{}</a>', path, urlencode(query), text)
 
 
 def _timeline(reads: Sequence[Row]) -> Html:

@@ -14,7 +14,7 @@ from kvferry_server.admin.node_state import NodeState
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.journal import RECENT, BadEnd
 from kvferry_server.domain.limits import MAX_NAMED_NODES, MAX_NAMED_RANKS
-from kvferry_server.domain.reads import LeaseState
+from kvferry_server.domain.values import LeaseState
 
 MAX_ENGINES = 50  # That are described; the rest are counted
 WORST_FIRST = ("dead", "lost", "incomplete")  # States of engines
@@ -37,11 +37,9 @@ class Problem:
 
     Attributes:
         state: ``dead``, ``lost``, ``incomplete``, ``failed``, ``expired``, or one of the node server itself.
-        engine_id: of the engine whose page shows more; empty: none does.
     """
 
     state: str
-    engine_id: str
     what: str
     next_step: str
 
@@ -60,21 +58,22 @@ def problems(node: NodeState, *, recovering: bool) -> tuple[Sequence[Problem], i
 
 def _of_node(node: NodeState, recovering: bool) -> Iterator[Problem]:
     if why := node.why_not_healthy():
-        yield Problem("ill", "", why, "Restart this node server: its state is soft, and reads under way go on.")
+        yield Problem("ill", why, "Restart this node server: its state is soft, and reads under way go on.")
     if why := node.why_not_ready():
-        yield Problem("unready", "", f"it takes no new work: {why}", "Wait, and restart it if this lasts.")
+        yield Problem("unready", f"it takes no new work: {why}", "Wait, and restart it if this lasts.")
     if recovering:
-        yield Problem("recovering", "", f"it {RECOVERING}", "Wait: engines come back by themselves.")
+        yield Problem("recovering", f"it {RECOVERING}", "Wait: engines come back by themselves.")
 
 
 def _of_engine(engine: Engine, now: float) -> Problem:
     name = engine.ref.engine_id
     if engine.lost_at is None:
-        return Problem(engine.state, name, *_incomplete(engine))
+        what, next_step = _incomplete(engine)
+        return Problem(engine.state, f"{name!r}: {what}", next_step)
     away, ttl = f"its scheduler has been away for {duration(now - engine.lost_at)}", duration(engine.times.engine_ttl)
     if engine.dead:
-        return Problem("dead", "", f"{name!r}: {away}; its publications have ended", LOOK)
-    return Problem("lost", name, f"{away}; it counts as dead after {ttl}", COMES_BACK)
+        return Problem("dead", f"{name!r}: {away}; its publications have ended", LOOK)
+    return Problem("lost", f"{name!r}: {away}; it counts as dead after {ttl}", COMES_BACK)
 
 
 def _incomplete(engine: Engine) -> tuple[str, str]:
@@ -102,4 +101,4 @@ def _of_reads(kind: BadEnd, count: int, ago: float) -> Problem:
     why = f", {kind.reason}" if kind.reason else ", which waited in vain" if kind.in_vain else ""
     what = f"{kind.reader!r} from {kind.source!r}: {when} {duration(ago)} ago{why}"
     ended = FAILED if kind.state is LeaseState.FAILED else EXPIRED
-    return Problem(shown(kind.state), "", what, NEVER_CAME if kind.in_vain else ended)
+    return Problem(shown(kind.state), what, NEVER_CAME if kind.in_vain else ended)

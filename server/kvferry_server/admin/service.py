@@ -23,13 +23,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvferry._summaries import as_dict
 from kvferry._wire.channel import Address
-from kvferry.errors import InvalidField, KvferryError
+from kvferry.errors import KvferryError
 from kvferry.v1 import introspection_pb2 as ipb
-from kvferry_server.admin import limits, page
+from kvferry_server.admin import page
 from kvferry_server.admin.metrics import NodeCollector
 from kvferry_server.admin.node_state import NodeState, last_reads, overview
 from kvferry_server.home.home import Home
-from kvferry_server.servicers import lists
+from kvferry_server.servicers import introspection
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,15 @@ _silent = logging.getLogger("kvferry_server.admin.http")
 _silent.addHandler(logging.NullHandler())
 _silent.propagate = False
 """aiohttp logs an error with its stack for each malformed request, so that strangers could fill the log."""
+
+# The limits of what clients can make the node server do. Durations are in seconds.
+MAX_CONNECTIONS = 64  # A further one ends the oldest, so that silent clients keep no others out
+CONNECTION_SECONDS = 10.0  # From a connection's start until its answer is taken. Each has one request
+MAX_LINE = 4096  # Bytes of a request line, and of a header
+MAX_HEADERS = 64
+SHARE = 0.1
+"""Fraction of the event loop's time that metrics may take, and as much again for pages and lists, however many are
+requested: after each comes a pause, in which the next ones wait."""
 
 HTML = "text/html; charset=utf-8"
 TEXT = "text/plain; charset=utf-8"
@@ -61,27 +70,70 @@ Answer = tuple[int, str, bytes]
 Query = Mapping[str, str]
 
 
-class AdminListener(web.Server):
-    """Serves HTTP on one address until `close`: aiohttp's server of connections, with limits on their number and
-    duration. `address` may have port 0, and has its real port once `start` has returned. Belongs to the event loop that
-    makes it."""
+class Share:
+    """A share of the event loop's time, of which answers are made: one after another, with pauses."""
 
-    def __init__(self, address: Address, answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> None:
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._until = float("-inf")
+
+    def of(self, make: Callable[[Query], Answer]) -> Callable[[Query], Awaitable[Answer]]:
+        async def made(query: Query) -> Answer:
+            loop = asyncio.get_running_loop()
+            async with self._turn:
+                await asyncio.sleep(max(0.0, self._until - loop.time()))
+                began = loop.time()
+                try:
+                    return make(query)
+                finally:
+                    took = loop.time() - began
+                    self._until = began + took / SHARE
+
+        return made
+
+
+class AdminService(web.Server):
+    """Shows a node server on one address until `close`: aiohttp's server of connections, with limits on their number
+    and duration. `address` may have port 0, and has its real port once `start` has returned. Belongs to the event loop
+    that makes it.
+
+    With `local`, only requests that name this host, by an IP address or as localhost, are
+    answered. Otherwise a web page in an operator's browser could point its own name here, and read what only this host
+    may read."""
+
+    def __init__(self, node: NodeState, address: Address, *, local: bool) -> None:
         super().__init__(
-            answer,
+            self._answer,
             logger=_silent,
             access_log=None,
             keepalive_timeout=0,
             lingering_time=0,
-            max_line_size=limits.MAX_LINE,
-            max_field_size=limits.MAX_LINE,
-            max_headers=limits.MAX_HEADERS,
+            max_line_size=MAX_LINE,
+            max_field_size=MAX_LINE,
+            max_headers=MAX_HEADERS,
             handler_cancellation=True,
         )
         self.address = address
         self._listening: asyncio.Server | None = None
         # The oldest connection first.
         self._open: dict[web.RequestHandler, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}
+        self._local = local
+        collector, pages, metrics = NodeCollector(node), Share(), Share()
+        static = files("kvferry_server.admin").joinpath("static")
+        css, script = (static.joinpath(name).read_bytes() for name in ("page.css", "page.js"))
+        self._paths: dict[str, Callable[[Query], Answer | Awaitable[Answer]]] = {
+            "/": pages.of(lambda query: _page(page.front(node, query))),
+            "/page.css": lambda _: (200, "text/css; charset=utf-8", css),
+            "/page.js": lambda _: (200, "text/javascript; charset=utf-8", script),
+            "/metrics": metrics.of(lambda _: (200, CONTENT_TYPE_LATEST, collector.text())),
+            "/healthz": lambda _: _probe(node.why_not_healthy()),
+            "/readyz": lambda _: _probe(node.why_not_healthy() or node.why_not_ready()),
+            "/statusz": pages.of(lambda _: _json(overview(node))),
+            "/statusz/engines": pages.of(_listed(node, introspection.engines, ipb.ListEnginesRequest)),
+            "/statusz/requests": pages.of(_listed(node, introspection.requests, ipb.ListRequestsRequest)),
+            "/statusz/reads": pages.of(_listed(node, introspection.transfers, ipb.ListTransfersRequest)),
+            "/statusz/last-reads": pages.of(lambda _: _json({"reads": last_reads(node)})),
+        }
 
     async def start(self) -> None:
         """Listen; raises `OSError` if the address cannot be used."""
@@ -98,9 +150,9 @@ class AdminListener(web.Server):
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
-        timer = asyncio.get_running_loop().call_later(limits.CONNECTION_SECONDS, transport.abort)
+        timer = asyncio.get_running_loop().call_later(CONNECTION_SECONDS, transport.abort)
         self._open[handler] = transport, timer
-        if len(self._open) > limits.MAX_CONNECTIONS:
+        if len(self._open) > MAX_CONNECTIONS:
             next(iter(self._open.values()))[0].abort()
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
@@ -108,43 +160,6 @@ class AdminListener(web.Server):
         found = self._open.pop(handler, None)
         if found is not None:
             found[1].cancel()
-
-
-class AdminService(AdminListener):
-    """Shows a node server. With `local`, only requests that name this host, by an IP address or as localhost, are
-    answered. Otherwise a web page in an operator's browser could point its own name here, and read what only this host
-    may read."""
-
-    def __init__(self, node: NodeState, address: Address, *, local: bool) -> None:
-        super().__init__(address, self._answer)
-        self._node = node
-        self._local = local
-        self._collector = NodeCollector(node)
-        self._metrics: tuple[float, bytes] = (float("-inf"), b"")
-        self._scraping: asyncio.Task[None] | None = None
-        self._listing = asyncio.Lock()
-        self._listed_until = float("-inf")
-        static = files("kvferry_server.admin").joinpath("static")
-        css, script = (static.joinpath(name).read_bytes() for name in ("page.css", "page.js"))
-        self._paths: dict[str, Callable[[Query], Answer | Awaitable[Answer]]] = {
-            **dict.fromkeys(("/", "/ui"), self._in_turn(lambda query: _page(page.front(node, query)))),
-            "/page.css": lambda _: (200, "text/css; charset=utf-8", css),
-            "/page.js": lambda _: (200, "text/javascript; charset=utf-8", script),
-            "/metrics": self._scrape,
-            "/healthz": lambda _: _probe(node.why_not_healthy()),
-            "/readyz": lambda _: _probe(node.why_not_healthy() or node.why_not_ready()),
-            "/statusz": self._in_turn(self._state),
-            "/statusz/engines": self._in_turn(_listed(node, lists.engines, ipb.ListEnginesRequest)),
-            "/statusz/requests": self._in_turn(_listed(node, lists.requests, ipb.ListRequestsRequest)),
-            "/statusz/reads": self._in_turn(_listed(node, lists.transfers, ipb.ListTransfersRequest)),
-            "/statusz/last-reads": self._in_turn(lambda _: _json({"reads": last_reads(node)})),
-            "/engine": self._in_turn(self._engine),
-        }
-
-    async def close(self) -> None:
-        await super().close()
-        if self._scraping is not None:
-            self._scraping.cancel()
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         code, content_type, body = await self._answered(request)
@@ -174,50 +189,6 @@ class AdminService(AdminListener):
             logger.exception("%s failed", request.path)
             return 500, TEXT, b"internal error; the node server's log has details\n"
 
-    async def _scrape(self, _: Query) -> Answer:
-        if asyncio.get_running_loop().time() - self._metrics[0] >= limits.METRICS_KEPT:
-            if self._scraping is None:
-                self._scraping = asyncio.create_task(self._measure())
-            # The measurement goes on if this client leaves. Otherwise each of many clients that come and leave would
-            # begin another one.
-            await asyncio.shield(self._scraping)
-        return 200, CONTENT_TYPE_LATEST, self._metrics[1]
-
-    async def _measure(self) -> None:
-        try:
-            # Counting connections looks at all open files.
-            await asyncio.to_thread(self._node.count_connections)
-            self._metrics = asyncio.get_running_loop().time(), self._collector.text()
-        finally:
-            self._scraping = None
-
-    def _in_turn(self, make: Callable[[Query], Answer]) -> Callable[[Query], Awaitable[Answer]]:
-        """Make pages and lists one after another, in at most `PAGE_SHARE` of the event loop's time."""
-
-        async def made(query: Query) -> Answer:
-            loop = asyncio.get_running_loop()
-            async with self._listing:
-                await asyncio.sleep(max(0.0, self._listed_until - loop.time()))
-                began = loop.time()
-                try:
-                    return make(query)
-                finally:
-                    took = loop.time() - began
-                    self._listed_until = began + took / limits.PAGE_SHARE
-
-        return made
-
-    def _state(self, query: Query) -> Answer:
-        state = overview(self._node)
-        return _json(state) if query.get("format") == "json" else _page(page.state_page(state))
-
-    def _engine(self, query: Query) -> Answer:
-        first = query.get("first", "0")
-        if not re.fullmatch("[0-9]{1,9}", first):
-            raise InvalidField("first", first[:64], "a rank")
-        with self._node.home.turn():
-            return _page(page.engine_page(self._node.home.engines.find_live(query.get("engine_id", "")), int(first)))
-
 
 def _probe(problem: str) -> Answer:
     return (503, TEXT, f"{problem}\n".encode()) if problem else (200, TEXT, b"ok\n")
@@ -229,7 +200,7 @@ def _page(content: str) -> Answer:
 
 def _listed(node: NodeState, listing: Callable[[Home, Any], Message], kind: Any) -> Callable[[Query], Answer]:
     def answer(query: Query) -> Answer:
-        asked = kind(page_size=limits.PAGE_SIZE, page_token=query.get("page_token", ""))
+        asked = kind(page_size=page.PAGE_SIZE, page_token=query.get("page_token", ""))
         return _json(as_dict(listing(node.home, asked)))
 
     return answer

@@ -22,7 +22,6 @@ from kvferry_server.domain.steps import PublishedExtent
 Indexes: TypeAlias = npt.NDArray[np.int64]
 
 PAGE_OVERHEAD = 512  # Bytes of a page beside its block indexes and checksums, estimated
-_NONE: Indexes = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,30 +46,24 @@ class ChecksumPage:
         """Estimated bytes in memory."""
         return PAGE_OVERHEAD + self.indexes.nbytes + self.sums.nbytes
 
-    def near(self, pages: Iterable[ChecksumPage]) -> list[ChecksumPage]:
-        """Return those of the pages that may have a checksum for a block and unit of this page."""
-        first, last, begin, end = self.first, self.last, self.units.begin, self.units.end
-        return [
-            other
-            for other in pages
-            if other.first <= last and first <= other.last and other.units.begin < end and begin < other.units.end
-        ]
+    def near(self, other: ChecksumPage) -> bool:
+        """Whether both may have a checksum for the same block and unit."""
+        near = self.first <= other.last and other.first <= self.last
+        return near and self.units.begin < other.units.end and other.units.begin < self.units.end
 
     def overlaps(self, near: Sequence[ChecksumPage]) -> bool:
         """Whether one of the pages that are `near` has a checksum for a block of this page."""
         if sum(len(other.indexes) for other in near) <= CHECKSUM_BATCH:
             # Many small pages are compared in one step.
-            found = np.concatenate([_NONE, *(other.indexes for other in near)])
+            found = np.concatenate([self.indexes[:0], *(other.indexes for other in near)])
             return bool(np.isin(self.indexes, found).any())
         return any(bool(np.isin(self.indexes, other.indexes, assume_unique=True).any()) for other in near)
 
     def equals(self, other: ChecksumPage) -> bool:
-        return (
-            self.units == other.units
-            and (self.first, self.last) == (other.first, other.last)
-            and np.array_equal(self.indexes, other.indexes)
-            and np.array_equal(self.sums, other.sums)
-        )
+        if (self.first, self.last) != (other.first, other.last):
+            return False
+        equal = np.array_equal(self.indexes, other.indexes) and np.array_equal(self.sums, other.sums)
+        return equal and self.units == other.units
 
     def part(self, units: Interval, indexes: Indexes) -> ChecksumPage | None:
         """Return the part of the page with these units and blocks; None: it has none of them."""
@@ -86,7 +79,7 @@ class ChecksumPage:
 
 @dataclass(slots=True, eq=False)
 class Checksums:
-    """The checksums of one publication. Not thread-safe; its pages may be read in any thread."""
+    """The checksums of one publication. Its pages may be read in any thread."""
 
     done: set[int] = field(default_factory=set)  # ranks that have sent all their checksums
     size: int = 0  # estimated bytes of the pages in memory
@@ -95,17 +88,14 @@ class Checksums:
     def has(self, page: ChecksumPage) -> bool:
         """Whether a page is here already. Raises `InvalidField` if it overlaps another page without being equal, or if
         its plane has too many pages."""
-        others = self._pages.get((page.rank, page.plane), [])
-        near = page.near(others)
-        if any(page.equals(other) for other in near):
+        others, where = self._pages.get((page.rank, page.plane), []), f"{page.plane}, rank {page.rank}"
+        near = [other for other in others if page.near(other)]
+        if any(map(page.equals, near)):
             return True
-        expected = ""
         if page.overlaps(near):
-            expected = "each block in one page, with the same checksums when repeated"
-        elif len(others) == MAX_CHECKSUM_PAGES:
-            expected = f"at most {MAX_CHECKSUM_PAGES} pages per plane"
-        if expected:
-            raise InvalidField("checksums", f"{page.plane}, rank {page.rank}", expected)
+            raise InvalidField("checksums", where, "each block in one page, with the same checksums when repeated")
+        if len(others) == MAX_CHECKSUM_PAGES:
+            raise InvalidField("checksums", where, f"at most {MAX_CHECKSUM_PAGES} pages per plane")
         return False
 
     def add(self, page: ChecksumPage) -> None:

@@ -1,42 +1,108 @@
-"""One incarnation of an engine at its home: its ranks, whether it and they are alive, its publications, and which
-publication numbers may still arrive."""
+"""One incarnation of an engine at its home: its ranks, whether they are alive, and its publications; and its feeds, the
+numbered events for the Watch of each of its processes, bounded, so that a Watch may resume or lag.
+"""
 
 from __future__ import annotations
 
+import enum
 import hmac
 import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import takewhile
+from typing import Any, TypeAlias
 
 from kvferry._wire.authority import PublicationKeys, engine_key
-from kvferry.errors import EngineIncomplete, HomeRecovering, PublicationStale, WrongKey
+from kvferry.errors import EngineIncomplete, HomeRecovering, KvferryError, PublicationStale, WrongKey
 from kvferry.geometry.model import Group
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.engine_description import EngineDescription
-from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.limits import MAX_NAMED_NODES, MAX_NAMED_RANKS, MAX_SKIPPED, Budget
-from kvferry_server.domain.ordered import Ordered
+from kvferry_server.domain.limits import MAX_NAMED_NODES, MAX_NAMED_RANKS, MAX_SKIPPED
 from kvferry_server.domain.publications import PublicationRecord
-from kvferry_server.domain.registrations import Registration
-from kvferry_server.domain.router_keys import RouterKeys
+from kvferry_server.domain.registrations import EngineDescription, Registration
+from kvferry_server.domain.router_keys import Question, RouterKeys
 from kvferry_server.domain.times import NEVER, Times
-from kvferry_server.domain.watch_feed import Feed, Process, Role
+from kvferry_server.domain.values import EngineRef
+
+
+class Role(enum.IntEnum):
+    """The role of a process in its engine, numbered as in the proto."""
+
+    SCHEDULER = 1
+    RANK = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process of an engine."""
+
+    engine: EngineRef
+    role: Role
+    rank: int = 0  # 0 for the scheduler
+    node: str = field(default="", compare=False)  # address of the relaying node server; empty: the home's own node
+
+
+Event: TypeAlias = PublicationRecord | pb.RankLost | pb.Draining | Question | pb.QuestionEnded
+"""A publication means that it is released, so that its source may reuse the blocks. This is state: part of every full
+state until acknowledged. A question is state while it is open."""
+
+
+class Feed:
+    """The events of one process: the last `kept` of them."""
+
+    def __init__(self, process: Process, kept: int) -> None:
+        self.process = process
+        self.sequence = 0  # Number of the last event, from 1; 0 before the first
+        self.current_watch = 0  # Number of the Watch that the feed serves; older ones were taken over
+        self.ended: KvferryError | None = None  # Why its Watches end: the home has forgotten the engine
+        self._kept = kept
+        self._dropped = 0
+        self._events: dict[int, Event] = {}  # By number, in order
+        self._questions: dict[int, int] = {}  # By number of an open question, the number of its event
+
+    def push(self, event: Event) -> None:
+        """Add an event; a full feed drops its oldest. The end of a question replaces the question."""
+        self.sequence += 1
+        if isinstance(event, Question):
+            self._questions[event.number] = self.sequence
+        elif isinstance(event, pb.QuestionEnded):
+            self._events.pop(self._questions.pop(event.number, 0), None)
+        if len(self._events) == self._kept:
+            self._dropped = next(iter(self._events))
+            del self._events[self._dropped]
+        self._events[self.sequence] = event
+
+    def acknowledged(self, numbers: Collection[int]) -> None:
+        """Remove the release events of these publications: the process has received them."""
+        # An engine that keeps up has few events; none has more than `kept`.
+        for sequence, event in list(self._events.items()):
+            if isinstance(event, PublicationRecord) and event.number in numbers:
+                del self._events[sequence]
+
+    def dropped_after(self, sequence: int) -> int | None:
+        """Return how many events after this one were dropped; None if there has been no such event."""
+        if sequence > self.sequence:
+            return None
+        return max(0, self._dropped - sequence)
+
+    def after(self, sequence: int) -> list[tuple[int, Event]]:
+        """Return the events after this one, with their numbers."""
+        # From the end: a process that keeps up lacks only the last of maybe a thousand events.
+        found = list(takewhile(lambda numbered: numbered[0] > sequence, reversed(self._events.items())))
+        found.reverse()
+        return found
+
 
 STATES = ("ready", "incomplete", "lost", "dead")
-NUMBER_BYTES = 128  # Bytes that a remembered publication number takes in memory, estimated
 
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """One incarnation at its home, with its publications, also after it is `gone` while leases on them are live. All
-    times are seconds on the home's clock."""
+    """One incarnation, also after it is `gone`, while leases on it are live. Times are seconds on the home's clock."""
 
     ref: EngineRef
     times: Times
     secret: bytes = field(repr=False)  # session secret, from which the keys of references are derived
-    waiting_reads: Budget  # live leases on publications that have not arrived, by the reader's host
     router_keys: RouterKeys
     lost_at: float | None = None  # when the scheduler's Watch ended; None while the Watch is open
     # The scheduler's Watch has been lost for `engine_ttl`. It may still come back and get its releases.
@@ -61,7 +127,6 @@ class Engine:
     # every engine sends a snapshot.
     recovering: bool = True
     publications: dict[int, PublicationRecord] = field(default_factory=dict)  # until their release is acknowledged
-    listed: Ordered[PublicationRecord] = field(default_factory=Ordered)  # the arrived publications, in order
     declined: set[PublicationRecord] = field(default_factory=set)  # declined before they arrived, and not ended yet
     pinned: dict[PublicationRecord, None] = field(default_factory=dict)  # arrived and not released, oldest first
     pinned_blocks: Counter[str] = field(default_factory=Counter)  # by group, over all pinned publications
@@ -70,7 +135,6 @@ class Engine:
     skipped: dict[int, float] = field(default_factory=dict)  # by unseen number below `high_water`, time of the skip
     snapshot: set[int] | None = None  # numbers seen since the current snapshot began; None outside of a snapshot
     snapshot_name: bytes = b""
-    forgotten: set[int] = field(default_factory=set)  # numbers that arrived and were forgotten during recovery
     checksum_bytes: int = 0  # bytes of checksums for unreleased publications
     _keys: PublicationKeys = field(init=False, repr=False)
     _description: EngineDescription | None = None
@@ -198,8 +262,7 @@ class Engine:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes that the pinned publications hold on all ranks that have registered. A block counts once for each
-        publication that holds it."""
+        """Bytes that the pinned publications hold on all ranks. A block counts for each publication that holds it."""
         return sum(count * self.block_bytes[group] for group, count in self.pinned_blocks.items())
 
     def unpin(self, publication: PublicationRecord) -> None:
@@ -213,21 +276,15 @@ class Engine:
         return sum(held.blocks * self.block_bytes[group] for group, held in publication.extents.items())
 
     def key(self, number: int) -> bytes:
-        """Return the key in the reference of a publication, arrived or not."""
-        return self._keys.key(number)
+        """Return the key in the reference of a publication, arrived or not; 0: in the engine's own reference."""
+        return self._keys.key(number) if number else engine_key(self.secret)
 
     def check_key(self, number: int, key: bytes) -> None:
-        """Raise `WrongKey` unless this is the key of the publication, arrived or not."""
+        """Raise `WrongKey` unless this is the key in the reference that `key` is for."""
         if not hmac.compare_digest(self.key(number), key):
             engine_id = self.ref.engine_id
-            problem = f"the reference's key is not that of publication {number} of engine {engine_id!r}"
-            raise WrongKey(problem, engine_id=engine_id, publication=number)
-
-    def check_engine_key(self, key: bytes) -> None:
-        """Raise `WrongKey` unless this is the key in the engine's own reference."""
-        if not hmac.compare_digest(engine_key(self.secret), key):
-            engine_id = self.ref.engine_id
-            raise WrongKey(f"the reference's key is not that of engine {engine_id!r}", engine_id=engine_id)
+            named = f"publication {number} of engine {engine_id!r}" if number else f"engine {engine_id!r}"
+            raise WrongKey(f"the reference's key is not that of {named}", engine_id=engine_id, publication=number)
 
     def check_recovered(self) -> None:
         """Raise `HomeRecovering` until the engine has sent its full snapshot."""
@@ -246,7 +303,7 @@ class Engine:
         if number > self.high_water or (since is not None and since > now - self.times.max_ttl):
             return True
         # The mark does not cover numbers from before this home started. The snapshot will.
-        return self.recovering and number not in self.forgotten
+        return self.recovering
 
     def check_may_arrive(self, number: int, now: float) -> None:
         """Raise `PublicationStale` unless a publication that is not here can still arrive."""
@@ -270,17 +327,7 @@ class Engine:
         """Accept no further publication with a number up to `high_water`; publications that are here stay."""
         self.high_water = max(self.high_water, high_water)
         self.skipped = {number: since for number, since in self.skipped.items() if number > high_water}
-        self.forgotten.clear()
 
     def live_until(self) -> float:
         """When the last live lease ends; 0 without any."""
         return max((lease.expires for found in self.publications.values() for lease in found.leases), default=0.0)
-
-    def skipped_size(self, number: int) -> int:
-        """Estimate the bytes for the numbers that a publication with this number would skip."""
-        return NUMBER_BYTES * min(MAX_SKIPPED, max(0, number - 1 - self.high_water))
-
-    @property
-    def numbers_size(self) -> int:
-        """Estimated bytes for the numbers that are remembered without a publication."""
-        return NUMBER_BYTES * (len(self.skipped) + len(self.forgotten))

@@ -5,58 +5,53 @@ grant ─► WAITING ─(published)─► READING ─► VALID | FAILED | CANCEL
 
 from __future__ import annotations
 
-import itertools
 import secrets
 from collections.abc import Iterable
 from dataclasses import replace
 
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import BadReference, LeaseEnded, PublicationAborted, ServerDraining
+from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.identity import NOBODY, EngineRef, Names
 from kvferry_server.domain.limits import check_budget, check_limit
 from kvferry_server.domain.publications import (
     PUBLICATION_BYTES,
     Lease,
     PublicationRecord,
     PublicationStage,
-    lease_bytes,
 )
-from kvferry_server.domain.reads import (
+from kvferry_server.domain.records import Records
+from kvferry_server.domain.values import (
+    NOBODY,
+    EngineRef,
     LeaseRequest,
     LeaseState,
+    Names,
     RankOutcome,
     RankReport,
     ReadKey,
-    ReportAnswer,
     RevokeReason,
     Verdict,
 )
-from kvferry_server.domain.records import Records
 
 
 class Lessor:
-    """The calls of readers and routers. Not thread-safe: it belongs to its home's event loop."""
+    """The calls of readers and routers."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
         self._times, self._limits, self._memory = records.times, records.limits, records.memory
-        self._lease_numbers = itertools.count(1)
 
     def check_reference(self, source: EngineRef, number: int, key: bytes) -> None:
         """Check that a reference with this key entitles its bearer to the agents of its engine. `number` 0: the
         engine's own reference. Raises `WrongKey`; `PublicationStale` or `PublicationReleased` if there is nothing to
         read any more; and `HomeRecovering` while the engine's snapshot, which may have the publication, is awaited."""
-        engine, now = self._records.begin(source)
-        if number == 0:
-            engine.check_engine_key(key)
-            return
+        engine, publication, now = self._records.begin_with(source, number)
         engine.check_key(number, key)
-        publication = self._records.publication(engine, number, now)
-        if publication is None:
+        if publication is None and number:
             engine.check_recovered()
             engine.check_may_arrive(number, now)
-        elif publication.stage is PublicationStage.RELEASED:
+        elif publication is not None and publication.stage is PublicationStage.RELEASED:
             raise publication.refusal()
 
     def grant(self, request: LeaseRequest) -> Lease:
@@ -70,7 +65,7 @@ class Lessor:
         """
         engine, publication, now = self._records.begin_with(request.read.source, request.read.publication)
         engine.check_key(request.read.publication, request.key)
-        lease = self._records.lease_of_read(request.read, now)
+        lease = self._records.as_of(self._records.leases_by_read.get(request.read), now)
         if lease is not None:
             lease.check_replay(request)
             self._expect(lease.publication, request)
@@ -86,7 +81,7 @@ class Lessor:
 
     def has_lease(self, read: ReadKey, lease_id: bytes) -> bool:
         """Whether `lease_id` is that of the read's lease, live or ended."""
-        lease = self._records.lease_of_read(read, self._records.advance())
+        lease = self._records.as_of(self._records.leases_by_read.get(read), self._records.advance())
         return lease is not None and secrets.compare_digest(lease_id, lease.lease_id)
 
     def renew(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> Lease:
@@ -109,8 +104,7 @@ class Lessor:
         return lease
 
     def leased(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> PublicationRecord:
-        """Return the publication of a live lease. Raises `LeaseEnded` if the lease is not live, `WrongIdentity` if
-        another caller acquired it."""
+        """Return the publication of a live lease. Raises `LeaseEnded`, and `WrongIdentity` for another caller."""
         lease, _ = self._lease(lease_id, reader, names)
         if lease is None:
             raise _unknown()
@@ -120,7 +114,7 @@ class Lessor:
 
     def report(
         self, lease_id: bytes, reader: EngineRef, reports: Iterable[RankReport], names: Names = NOBODY
-    ) -> ReportAnswer:
+    ) -> pb.ReadEnded:
         """Take reports of ranks whose transfers ended, and return the verdict. A replay gets the same answer.
 
         A lease without a record has EXPIRED, unless this home has just started and may have granted it before. The
@@ -130,7 +124,7 @@ class Lessor:
         if lease is None:
             verdict = Verdict.EXPIRED if now >= self._records.knows_all_leases_from else Verdict.UNKNOWN
             self._records.journal.reported(verdict, reader, None)
-            return ReportAnswer(verdict)
+            return pb.ReadEnded(verdict=pb.Verdict.ValueType(verdict))
         if lease.live:
             # One rank reads no more than all ranks of the source hold, whatever the reader reports.
             most = self._records.of_engine(lease.publication.source).bytes_of(lease.publication)
@@ -140,16 +134,17 @@ class Lessor:
         if lease.live and lease.complete:
             done = all(report.outcome is RankOutcome.DONE for report in lease.reports.values())
             self._records.end_lease(lease, LeaseState.VALID if done else LeaseState.FAILED, now)
-        return ReportAnswer(verdict, len(lease.reports), lease.complete)
+        verdict_value = pb.Verdict.ValueType(verdict)
+        return pb.ReadEnded(verdict=verdict_value, reported=len(lease.reports), complete=lease.complete)
 
-    def validate(self, request: LeaseRequest, digest: bytes, reports: Iterable[RankReport]) -> ReportAnswer:
+    def validate(self, request: LeaseRequest, digest: bytes, reports: Iterable[RankReport]) -> pb.ReadEnded:
         """Take the end of a read without a lease, whose blocks come from the hint with this digest, and return the
         verdict (PROTOCOL, Optimistic reads). The read counts like one that was granted and has ended now. A replay gets
         the same answer. Raises `BadReference` if the publication has another hint or none, `PublicationAborted` if it
         or its source is lost, and as `grant` and `report`."""
         engine, now = self._records.begin(request.read.source)
         engine.check_key(request.read.publication, request.key)
-        lease = self._records.lease_of_read(request.read, now)
+        lease = self._records.as_of(self._records.leases_by_read.get(request.read), now)
         if lease is None:
             publication = self._still_published(engine, request.read.publication, now)
             self._check_hint(publication, digest)
@@ -165,8 +160,7 @@ class Lessor:
         return answer
 
     def cancel(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> None:
-        """End a lease at once, for a reader that gives up (PROTOCOL, Leases 7). Idempotent. Raises `WrongIdentity` if
-        another caller acquired the lease."""
+        """End a lease at once, for a reader that gives up (PROTOCOL, Leases 7). Idempotent. Raises `WrongIdentity`."""
         lease, now = self._lease(lease_id, reader, names)
         if lease is not None and lease.live:
             self._records.end_lease(lease, LeaseState.CANCELLED, now)
@@ -176,7 +170,8 @@ class Lessor:
         its reader's reports: to end it at once would let the source change blocks that are being read (R2). Idempotent.
         Raises `LeaseEnded` if this home has no record of the lease."""
         now = self._records.advance()
-        lease = self._records.lease_of_number(source, lease_number, now)
+        read = self._records.reads_by_source.get(source, {}).get(lease_number)
+        lease = self._records.as_of(read, now) if isinstance(read, Lease) else None
         if lease is None:
             problem = f"this home has no lease {lease_number} on a publication of {source}"
             raise LeaseEnded(f"{problem}: it never had one, or it ended long ago", lease_number=lease_number)
@@ -186,7 +181,7 @@ class Lessor:
     def decline(self, source: EngineRef, number: int, key: bytes) -> None:
         """End a publication that will not be read: it is released at once, or when its last live lease ends. A decline
         before the publication arrives is remembered for `max_wait` seconds. Idempotent. Raises `WrongKey`, and
-        `LimitReached` if too many publications of the engine were declined before they arrived."""
+        `LimitReached` if the engine has too many publications."""
         engine, publication, now = self._records.begin_with(source, number)
         engine.check_key(number, key)
         if publication is not None and publication.stage is not PublicationStage.AWAITED:
@@ -195,7 +190,6 @@ class Lessor:
         if publication is None and not engine.may_arrive(number, now):
             return
         if publication is None or publication not in engine.declined:
-            check_limit("waiting_declines", len(engine.declined), self._limits.waiting_declines, self._times.ttl)
             self._memory.check(source, PUBLICATION_BYTES)
             publication = publication or self._records.add_awaited(engine, number)
             engine.declined.add(publication)
@@ -235,10 +229,9 @@ class Lessor:
         return live
 
     def _lease(self, lease_id: bytes, reader: EngineRef, names: Names) -> tuple[Lease | None, float]:
-        """Act on what is due; return a lease of this reader (None: no record) and the present. Raises
-        `WrongIdentity`."""
+        """Act on what is due; return a reader's lease (None: no record) and the present. Raises `WrongIdentity`."""
         now = self._records.advance()
-        lease = self._records.lease(lease_id, now)
+        lease = self._records.as_of(self._records.leases_by_id.get(lease_id), now)
         if lease is None or lease.request.read.reader != reader:
             return None, now
         lease.check_names(names)
@@ -247,23 +240,21 @@ class Lessor:
     def _add_lease(
         self, engine: Engine, publication: PublicationRecord | None, request: LeaseRequest, now: float
     ) -> Lease:
-        """Add a lease on a publication; None: on an awaited publication without a record, which is added too. Raises
-        `LimitReached` if there is no room."""
+        """Add a lease on a publication; None: on one without a record, which is added too. Raises `LimitReached`."""
         retry_after = self._times.ttl
         check_budget("leases", self._records.lease_budget, engine.ref, retry_after)
-        size = lease_bytes(request.parties)
+        size = request.size
         if publication is not None:
             check_limit("reads", len(publication.reads), self._limits.reads, retry_after)
         else:
             size += PUBLICATION_BYTES
-        if publication is None or publication.stage is PublicationStage.AWAITED:
-            check_budget("waiting_reads", engine.waiting_reads, request.holder, retry_after)
         self._memory.check(engine.ref, size)
         if publication is None:
             publication = self._records.add_awaited(engine, request.read.publication)
         times = engine.times
         expires = min(now + times.ttl, publication.final_at)
-        lease = Lease(secrets.token_bytes(16), next(self._lease_numbers), request, publication, times, now, expires)
+        number = next(self._records.read_numbers)
+        lease = Lease(secrets.token_bytes(16), number, request, publication, times, now, expires)
         self._expect(publication, request)
         self._records.add_lease(lease)
         return lease

@@ -13,13 +13,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kvferry.errors import LimitReached
-from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.values import EngineRef
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Counts, unless a field says bytes. Far above what working engines need; they bound what a faulty engine can
-    take."""
+    """Counts, unless a field says bytes. Far above what working engines need: they bound what a faulty one can take."""
 
     engines: int = 1024  # Engines at a home, including dead ones that may still come back
     ranks: int = 4096  # Ranks of one engine; also the parties of one read
@@ -27,22 +26,17 @@ class Limits:
     """Bytes that the home keeps for all engines: registrations, publications, leases, reports, checksums and events.
     An engine, and all engines of one host together, get at most as much as stays free."""
     engine_memory: int = 1 << 20  # Bytes that every engine gets, whatever the others hold
-    retired: int = 16_384
-    """Retired incarnations that are refused. The engines of a host retire at most as many as stay free."""
-    publications: int = 65_536  # Publications of one engine whose release is not acknowledged
+    retired: int = 16_384  # Retired incarnations that are refused
+    publications: int = 65_536  # Publications of one engine that readers wait for, or whose release is not acknowledged
     checksum_bytes: int = 1 << 28  # Bytes of checksums for the unreleased publications of one engine
     reads: int = 1024  # Reads of one publication, including ended ones
     raised_reads: int = 64
     """Expected reads of a publication that a reader can state. The source may state up to `reads`."""
     leases: int = 262_144
-    """Leases at a home, including ended ones whose outcome is kept. The publications of one engine get at most as many
-    as stay free."""
-    waiting_reads: int = 4096
-    """Live leases on publications of one engine that have not arrived; and as many reads that wait under routers' keys.
-    A reader gets at most as many as stay free."""
-    waiting_declines: int = 4096
-    """Publications of one engine that were declined before they arrived; and as many more under routers' keys, of which
-    a caller gets at most as many as stay free."""
+    """Leases at a home, with ended ones whose outcome is kept. Those on one engine get at most as many as stay free."""
+    router_keys: int = 65_536
+    """Reads that wait under routers' keys at a home; and as many declines under keys whose publications have not
+    arrived. A caller gets at most as many as stay free."""
     watch_queue: int = 1024  # Events that a Watch may fall behind before its answer is `lagged`
 
 
@@ -50,7 +44,8 @@ class Limits:
 MAX_ENDED_AT_ONCE = 256
 MAX_PAST_ROUTER_KEYS = 4096  # Router keys of one engine kept after their publications; the oldest are forgotten first
 MAX_QUESTIONS = 64  # Questions to one engine that it has not answered; one that ended so counts for `ENDED_KEPT`
-MAX_SKIPPED = 1024  # Publication numbers below an engine's high-water mark that may still arrive
+# Publication numbers below an engine's high-water mark that may still arrive. They take 100 KB, not counted elsewhere.
+MAX_SKIPPED = 1024
 MAX_PAYLOAD = 64 * 1024  # Bytes of a publication's payload
 MAX_REGION_CHECKS = 1 << 22  # Planes times regions of one rank: bounds the work on one registration
 MAX_CHECKSUM_PAGES = 256  # Checksum pages of one plane of a publication: each new page is compared with all of them
@@ -65,8 +60,7 @@ CALLER_FLOOR_BYTES = 64 << 10  # Bytes of unsent answers and questions that ever
 
 
 def check_limit(limit: str, count: int, most: int, retry_after: float) -> None:
-    """Raise `LimitReached` if there is no room for one more. `limit` names the limit in the error; `retry_after` is in
-    seconds."""
+    """Raise `LimitReached`, naming `limit`, if there is no room for one more. `retry_after` is in seconds."""
     if count >= most:
         raise LimitReached(
             f"{limit}: the server holds {count} of at most {most}", retry_after=retry_after, limit=limit, value=most
@@ -77,8 +71,7 @@ LOCAL = "callers on this host"  # Holder name for callers that cannot be told ap
 
 
 class Budget:
-    """A capacity that many holders share. Each holder gets `floor` as long as anything is free, whatever the others
-    hold; by default a 256th."""
+    """A capacity that many holders share. Each gets `floor`, by default a 256th, as long as anything is free."""
 
     def __init__(self, capacity: int, floor: int | None = None) -> None:
         self.capacity = capacity
@@ -175,7 +168,8 @@ class MemoryBudget:
         answers costs that engine and its other readers nothing. Calls from an unknown host (empty) share what one host
         gets. Raises `LimitReached` if this caller, or its host, holds too much.
         """
-        caller, host = _Caller(caller), host or LOCAL
+        # Never equal to an engine, even if the caller uses an engine's name.
+        caller, host = f"caller {caller}", host or LOCAL
         if self._by_engine.held(caller) + size > CALLER_FLOOR_BYTES:
             self._check(caller, host, size)
         taken = ExitStack()
@@ -194,13 +188,3 @@ class MemoryBudget:
             limit="memory",
             value=self._by_engine.capacity,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Caller:
-    """A caller as a holder of the budget. Never equal to an engine, even if the caller uses an engine's name."""
-
-    name: Hashable
-
-    def __str__(self) -> str:
-        return f"caller {self.name}"

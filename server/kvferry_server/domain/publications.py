@@ -20,14 +20,20 @@ from kvferry.errors import (
 )
 from kvferry.geometry.blocks import MAX_LAYERS, MAX_UNFINISHED
 from kvferry_server.domain.checksum_pages import Checksums
-from kvferry_server.domain.identity import EngineRef, Names, RouterKey
-from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, RevokeReason, Verdict
 from kvferry_server.domain.steps import PublicationStep, PublishedExtent
 from kvferry_server.domain.times import NEVER, Times
+from kvferry_server.domain.values import (
+    EngineRef,
+    LeaseRequest,
+    LeaseState,
+    Names,
+    RankReport,
+    RevokeReason,
+    RouterKey,
+    Verdict,
+)
 
 PUBLICATION_BYTES = 2048  # Bytes that a publication takes in memory beside its steps, until it is forgotten; estimated
-LEASE_BYTES = 1024  # Bytes that a lease takes in memory, with its entries in the home's indexes; estimated
-REPORT_BYTES = 160  # Bytes that a rank's report takes in memory, estimated
 
 
 class PublicationStage(enum.Enum):
@@ -74,6 +80,7 @@ class PublicationRecord:
     not_published: bool = False  # the source's client has given the publication up
     awaited_until: float = NEVER  # until when a decline is remembered
     tell_again_at: float = NEVER  # when the release event is repeated, unless acknowledged
+    acknowledged: bool = False  # during a recovery, until whose end the number may not arrive again
     checksums: Checksums = field(default_factory=Checksums)  # dropped at release
     scheduled: float = NEVER
 
@@ -128,7 +135,7 @@ class PublicationRecord:
         if self.stage is PublicationStage.FORGOTTEN:
             return NEVER
         if self.stage is PublicationStage.RELEASED:
-            return self.tell_again_at
+            return NEVER if self.acknowledged else self.tell_again_at
         if self.grantable:
             return self.final_at if self.leases else min(self.final_at, self.hold_until)
         if self.leases:
@@ -162,11 +169,6 @@ class Lease:
     ended_as: LeaseState | None = None  # None while the lease is live
     forget_at: float = NEVER  # until when the outcome is kept
     scheduled: float = NEVER
-
-    @property
-    def size(self) -> int:
-        """Estimated bytes in memory, with the reports of all participants: a report always has room."""
-        return lease_bytes(self.request.parties)
 
     @property
     def live(self) -> bool:
@@ -233,11 +235,6 @@ class Lease:
 
     def __str__(self) -> str:
         return f"lease {self.number}"
-
-
-def lease_bytes(parties: int) -> int:
-    """Estimate the bytes of a lease of this many participants."""
-    return LEASE_BYTES + REPORT_BYTES * parties
 
 
 def ended(

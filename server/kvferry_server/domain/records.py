@@ -8,30 +8,27 @@ place, and every end of a question through `end_question`:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from kvferry._wire.outcomes import MissReason, ReleaseOutcome
 from kvferry.errors import EngineUnknown, HomeRecovering
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.engine import NUMBER_BYTES, Engine
-from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.engine import Engine, Event, Feed
 from kvferry_server.domain.journal import Journal
-from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Budget, Limits, MemoryBudget
-from kvferry_server.domain.ordered import Ordered
+from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Budget, Limits, MemoryBudget, check_limit
 from kvferry_server.domain.publications import PUBLICATION_BYTES, Lease, PublicationRecord, PublicationStage
-from kvferry_server.domain.questions import Question, QuestionOutcome
-from kvferry_server.domain.reads import LeaseState, ReadKey, RevokeReason
-from kvferry_server.domain.router_keys import RouterKeys, WaitingRead
+from kvferry_server.domain.router_keys import Question, QuestionOutcome, RouterKeys, WaitingRead
 from kvferry_server.domain.times import NEVER, Clock, DeadlineQueue, Times
-from kvferry_server.domain.watch_feed import Event, Feed
+from kvferry_server.domain.values import EngineRef, LeaseState, ReadKey, RevokeReason
 
-Changed: TypeAlias = PublicationRecord | WaitingRead | Feed
-"""A publication, a read under a router's key, or a feed, whose waiting calls must look for news again."""
+Changed: TypeAlias = PublicationRecord | str | Feed
+"""A publication, the name of a router's key, or a feed, whose waiting calls must look for news again."""
 
 
 class Records:
-    """The publications of each engine, and leases, of a home. Not thread-safe: it belongs to its home's event loop.
+    """The publications of each engine, and leases, of a home.
 
     Every public call of `Sources` and `Lessor` first calls `advance`, so that a lease is live exactly until its time,
     however late the home's timer is. The home's other parts share `clock`, `times`, `limits`, `memory` and `journal`,
@@ -53,33 +50,23 @@ class Records:
         # nothing about other ids: a dictionary compares a keyed hash of the whole id first.
         self.leases_by_id: dict[bytes, Lease] = {}
         self.leases_by_read: dict[ReadKey, Lease] = {}
-        self.leases_by_number: dict[int, Lease] = {}
-        # By (number of publication, number of lease). Reads that wait under a router's key come first, with
-        # publication 0.
-        self.reads_by_source: dict[EngineRef, Ordered[Lease | WaitingRead]] = {}
+        # By their public numbers, which rise. With the reads that wait under a router's key.
+        self.reads_by_source: dict[EngineRef, dict[int, Lease | WaitingRead]] = {}
+        self.read_numbers = itertools.count(1)
         self.lease_budget = Budget(limits.leases)  # By source
+        self._router_declines = Budget(limits.router_keys)
         # Nothing is granted, renewed or accepted any more; reports, cancels and acknowledgements go on.
         self.draining = False
-        self._publication_deadlines: DeadlineQueue[PublicationRecord] = DeadlineQueue()
-        self._lease_deadlines: DeadlineQueue[Lease] = DeadlineQueue()
-        self._question_deadlines: DeadlineQueue[Question] = DeadlineQueue()
+        self.deadlines = DeadlineQueue()  # Of leases, publications, questions and engines
 
     # Time.
 
     def advance(self) -> float:
-        """End and release what is due: at most `MAX_ENDED_AT_ONCE` leases, and as many publications and questions. The
-        others stay due, and looking a lease or publication up still gives its present state. Returns the present, in
-        seconds on the home's clock."""
+        """Act on at most `MAX_ENDED_AT_ONCE` deadlines that have passed. The others stay due, and looking a lease or
+        publication up still gives its present state. Returns the present, in seconds on the home's clock."""
         now = self.clock.now()
-        # Leases first: a publication whose last lease ends at its final deadline is then released at once.
-        self._lease_deadlines.advance(now, self._on_lease_due, MAX_ENDED_AT_ONCE)
-        self._publication_deadlines.advance(now, self._on_publication_due, MAX_ENDED_AT_ONCE)
-        self._question_deadlines.advance(now, self._on_question_due, MAX_ENDED_AT_ONCE)
+        self.deadlines.advance(now, MAX_ENDED_AT_ONCE)
         return now
-
-    def next_deadline(self) -> float:
-        leases, publications = self._lease_deadlines.next_deadline(), self._publication_deadlines.next_deadline()
-        return min(leases, publications, self._question_deadlines.next_deadline())
 
     # Looking up.
 
@@ -124,25 +111,20 @@ class Records:
             raise publication.refusal()
         return publication
 
-    def lease(self, lease_id: bytes, now: float) -> Lease | None:
-        """Return a lease as of the present, even if `advance` has not acted on its deadline yet."""
-        return self._as_of(self.leases_by_id.get(lease_id), now)
-
-    def lease_of_read(self, read: ReadKey, now: float) -> Lease | None:
-        """Return the lease of a read, as `lease` does."""
-        return self._as_of(self.leases_by_read.get(read), now)
-
-    def lease_of_number(self, source: EngineRef, number: int, now: float) -> Lease | None:
-        """Return a lease on a publication of this source by its public number, as `lease` does."""
-        lease = self._as_of(self.leases_by_number.get(number), now)
-        return lease if lease is not None and lease.publication.source == source else None
+    def as_of(self, lease: Lease | None, now: float) -> Lease | None:
+        """Return a lease as of the present, even if `advance` has not acted on its deadline yet; None: forgotten."""
+        if lease is None:
+            return None
+        while lease.due() <= now:
+            # Twice, if the lease ended so long ago that its outcome is due to be forgotten as well.
+            self._on_lease_due(lease, now)
+        return self.leases_by_id.get(lease.lease_id)
 
     def key(self, publication: PublicationRecord) -> bytes:
         return self.of_engine(publication.source).key(publication.number)
 
     def live_leases(self, source: EngineRef | None = None) -> tuple[int, float]:
-        """Return the number of live leases on the publications of an incarnation (None: of all), and the seconds until
-        the last of them ends."""
+        """Return the number of live leases on an incarnation (None: on all), and the seconds until the last ends."""
         engines = [engine for ref, engine in self.engines.items() if source in (None, ref)]
         until = max((engine.live_until() for engine in engines), default=0.0)
         return sum(engine.live_leases for engine in engines), max(0.0, until - self.clock.now())
@@ -158,17 +140,16 @@ class Records:
     def released(self, source: EngineRef) -> list[PublicationRecord]:
         """Return the released publications that their source has not acknowledged."""
         found = self.of_engine(source).publications.values()
-        return [publication for publication in found if publication.stage is PublicationStage.RELEASED]
+        return [one for one in found if one.stage is PublicationStage.RELEASED and not one.acknowledged]
 
     # Adding.
 
-    def list_read(self, source: EngineRef, key: tuple[int, int], read: Lease | WaitingRead) -> None:
-        self.reads_by_source.setdefault(source, Ordered()).add(key, read)
+    def list_read(self, source: EngineRef, read: Lease | WaitingRead) -> None:
+        self.reads_by_source.setdefault(source, {})[read.number] = read
 
-    def unlist_read(self, source: EngineRef, key: tuple[int, int]) -> None:
-        listed = self.reads_by_source[source]
-        listed.remove(key)
-        if not listed:
+    def unlist_read(self, source: EngineRef, number: int) -> None:
+        del self.reads_by_source[source][number]
+        if not self.reads_by_source[source]:
             del self.reads_by_source[source]
 
     def open(self, ref: EngineRef, secret: bytes) -> Engine:
@@ -178,28 +159,26 @@ class Records:
             # It was gone, but leases on its publications are live.
             engine.begin_again()
             return engine
-        router_keys = RouterKeys(ref, self.memory, self.limits)
-        engine = Engine(ref, self.times, secret, Budget(self.limits.waiting_reads), router_keys)
-        self.engines[ref] = engine
-        return engine
+        router_keys = RouterKeys(ref, self.memory, self._router_declines)
+        self.engines[ref] = Engine(ref, self.times, secret, router_keys)
+        return self.engines[ref]
 
     def add_lease(self, lease: Lease) -> None:
         publication = lease.publication
         engine = self.engines[publication.source]
         self.leases_by_id[lease.lease_id] = self.leases_by_read[lease.request.read] = lease
-        self.leases_by_number[lease.number] = lease
-        self.list_read(publication.source, (publication.number, lease.number), lease)
+        self.list_read(publication.source, lease)
         engine.live_leases += 1
         publication.leases.add(lease)
         publication.reads.append(lease)
         self.lease_budget.take(publication.source)
-        self.memory.take(publication.source, lease.size)
-        if publication.stage is PublicationStage.AWAITED:
-            engine.waiting_reads.take(lease.request.holder)
-        self._lease_deadlines.put(lease)
+        self.memory.take(publication.source, lease.request.size)
+        self.deadlines.put(lease, self._on_lease_due)
         self.journal.lease_granted(lease)
 
     def add_awaited(self, engine: Engine, number: int) -> PublicationRecord:
+        """Add a publication that has not arrived. Raises `LimitReached` if the engine has too many."""
+        check_limit("publications", len(engine.publications), self.limits.publications, self.times.ttl)
         publication = engine.publications[number] = PublicationRecord(engine.ref, number)
         self.memory.take(engine.ref, PUBLICATION_BYTES)
         self.journal.moved(publication, None, self.clock.now())
@@ -207,13 +186,8 @@ class Records:
 
     def arrive(self, engine: Engine, publication: PublicationRecord, now: float) -> None:
         """Note that an awaited publication has arrived: its number is now in use, and afterwards stale for ever."""
-        numbers = engine.numbers_size
         engine.see(publication.number, now)
-        engine.listed.add((publication.number,), publication)
         engine.pinned[publication] = None
-        self.memory.take(engine.ref, engine.numbers_size - numbers)
-        for lease in publication.leases:
-            engine.waiting_reads.give(lease.request.holder)
         publication.first_at = now
         self.move(publication, PublicationStage.PUBLISHING, now)
 
@@ -225,10 +199,10 @@ class Records:
 
     def reschedule(self, publication: PublicationRecord) -> None:
         """Note that one of a publication's deadlines may have moved earlier."""
-        self._publication_deadlines.put(publication)
+        self.deadlines.put(publication, self._on_publication_due)
 
     def add_question(self, engine: Engine, question: Question) -> None:
-        self._question_deadlines.put(question)
+        self.deadlines.put(question, self._on_question_due)
         self.tell(engine, question)
 
     def tell(self, engine: Engine, event: Event) -> None:
@@ -237,10 +211,10 @@ class Records:
             engine.scheduler.push(event)
             self.wake(engine.scheduler)
 
-    def wake_waiting(self, engine: Engine, name: str | None = None) -> None:
-        """Let the reads that wait for this router key (None: for any of the engine's) look again."""
-        for waiting in engine.router_keys.who_waits(name):
-            self.wake(waiting)
+    def waiting(self, source: EngineRef) -> list[WaitingRead]:
+        """Return the reads that wait for publications of this engine under routers' keys. Looks at all reads."""
+        reads = itertools.chain.from_iterable(listed.values() for listed in self.reads_by_source.values())
+        return [read for read in reads if isinstance(read, WaitingRead) and source in read.sources]
 
     # Ending.
 
@@ -249,12 +223,10 @@ class Records:
         publication = lease.publication
         engine = self.engines[publication.source]
         engine.live_leases -= 1
-        if publication.stage is PublicationStage.AWAITED:
-            engine.waiting_reads.give(lease.request.holder)
         self.journal.lease_ended(lease, state, now)
         lease.ended_as = state
         lease.forget_at = now + self.times.keep_outcome
-        self._lease_deadlines.put(lease)
+        self.deadlines.put(lease, self._on_lease_due)
         publication.leases.discard(lease)
         publication.valid_reads += state is LeaseState.VALID
         if state is LeaseState.FAILED:
@@ -267,27 +239,26 @@ class Records:
         self._settle(publication, now)
 
     def end_question(self, question: Question, outcome: QuestionOutcome, why: MissReason | None = None) -> None:
-        """End an open question: its source is told, and the reads that wait for the answer look again. The only place
-        where a question ends."""
+        """End an open question: its source is told, and its readers look again. The only place where one ends."""
         engine = self.engines[question.source]
         now = self.clock.now()
-        engine.router_keys.questions.end(question, outcome, why, now)
+        engine.router_keys.end_question(question, outcome, why, now)
         self.journal.question_ended(question, outcome, now)
         self.tell(engine, pb.QuestionEnded(number=question.number))
-        self.wake_waiting(engine, question.ask.router_key.name)
+        self.wake(question.ask.router_key.name)
 
     def end_questions(self, engine: Engine) -> None:
         """End all open questions to an engine, which cannot answer any more."""
-        for question in engine.router_keys.questions.open():
+        for question in tuple(engine.router_keys.open_questions.values()):
             self.end_question(question, QuestionOutcome.UNANSWERED)
 
     def end_all(self, engine: Engine, reason: RevokeReason) -> None:
-        """End all publications of an engine that is dead or gone. Live leases end at the time they had anyway; their
-        readers get the reason."""
+        """End all publications of an engine that is dead or gone. Live leases end at their time."""
         # First: the record of an engine that is gone ends with its last publication, which may be due now.
         self.end_questions(engine)
         now = self.advance()
-        self.wake_waiting(engine)
+        for read in self.waiting(engine.ref):
+            self.wake(read.router_key.name)
         for publication in list(engine.publications.values()):
             self.abort(publication, reason, now)
             unasked = publication.stage is PublicationStage.AWAITED and not publication.leases
@@ -341,36 +312,16 @@ class Records:
         if engine.snapshot is not None:
             engine.snapshot.discard(publication.number)
         forgotten = (lease for lease in publication.reads if lease.lease_id not in self.leases_by_id)
-        size = PUBLICATION_BYTES + sum(lease.size for lease in forgotten)
-        if publication.stage is not PublicationStage.AWAITED:
-            engine.listed.remove((publication.number,))
-            if engine.recovering:
-                engine.forgotten.add(publication.number)
-                size -= NUMBER_BYTES
+        size = PUBLICATION_BYTES + sum(lease.request.size for lease in forgotten)
         self.move(publication, PublicationStage.FORGOTTEN, self.clock.now())
         self.memory.give(engine.ref, size)
         self.close_if_empty(engine)
-
-    def close_below(self, engine: Engine, high_water: int) -> None:
-        """Accept no further publication with a number up to `high_water`: the source has named all that it holds."""
-        numbers = engine.numbers_size
-        engine.close_below(high_water)
-        self.memory.take(engine.ref, engine.numbers_size - numbers)
 
     def close_if_empty(self, engine: Engine) -> None:
         """Forget an incarnation that is gone and has no publications left."""
         if engine.gone and not engine.publications and engine.ref in self.engines:
             del self.engines[engine.ref]
             engine.router_keys.close()
-            self.memory.give(engine.ref, engine.numbers_size)
-
-    def _as_of(self, lease: Lease | None, now: float) -> Lease | None:
-        if lease is None:
-            return None
-        while lease.due() <= now:
-            # Twice, if the lease ended so long ago that its outcome is due to be forgotten as well.
-            self._on_lease_due(lease, now)
-        return self.leases_by_id.get(lease.lease_id)
 
     def _settle(self, publication: PublicationRecord, now: float) -> None:
         """Release or forget a publication that has no live leases."""
@@ -409,19 +360,18 @@ class Records:
         else:
             del self.leases_by_id[lease.lease_id]
             del self.leases_by_read[lease.request.read]
-            del self.leases_by_number[lease.number]
             lease.forget_at = NEVER
             source = lease.publication.source
             self.lease_budget.give(source)
-            self.unlist_read(source, (lease.publication.number, lease.number))
+            self.unlist_read(source, lease.number)
             if lease.publication.stage is PublicationStage.FORGOTTEN:
-                self.memory.give(source, lease.size)
+                self.memory.give(source, lease.request.size)
 
     def _on_question_due(self, question: Question, now: float) -> None:
         if question.open:
             self.end_question(question, QuestionOutcome.UNANSWERED)
         else:
-            self.engines[question.source].router_keys.questions.forget(question)
+            self.engines[question.source].router_keys.forget_question(question)
 
     def _on_publication_due(self, publication: PublicationRecord, now: float) -> None:
         if publication.stage is PublicationStage.RELEASED:

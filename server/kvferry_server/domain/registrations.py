@@ -1,4 +1,5 @@
-"""Registrations: the cache that a rank states, and the checks that it is consistent (R7)."""
+"""Registrations: the cache that a rank states, and the checks that it is consistent (R7); and an engine as its readers
+see it, made of the registrations of its ranks."""
 
 from __future__ import annotations
 
@@ -6,17 +7,22 @@ import dataclasses
 import hashlib
 import hmac
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
-from kvferry._wire.version import OURS, Version
-from kvferry.errors import BadAgentMetadata, CacheDiffers, InvalidField
+from kvferry._wire.geometry_codec import agent_to_proto, engine_to_proto, rank_to_proto
+from kvferry._wire.version import OURS, OURS_ENCODED, Version, check_together
+from kvferry.errors import BadAgentMetadata, CacheDiffers, Incompatible, InvalidField
 from kvferry.geometry.model import AgentInfo, EngineGeometry, Group, RankGeometry, check_regions
 from kvferry.geometry.overlap import check_apart
-from kvferry.geometry.plane import Plane
-from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.limits import MAX_REGION_CHECKS
+from kvferry.planner.coverage import Indexed, check_complete, diff_indexed
+from kvferry.v1 import geometry_pb2
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain.limits import MAX_NOTED_READERS, MAX_REGION_CHECKS, RANK_PAGE_BYTES
+from kvferry_server.domain.values import EngineRef
 
 PLANE_BYTES = 512  # Bytes that a plane or group takes in memory beside its names, estimated
 REGISTRATION_BYTES = 4096  # Bytes that a registration takes beside planes, groups, identity and agent; estimated
@@ -84,8 +90,7 @@ class Registration:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the rank's planes, without gaps between blocks. Groups of one pool lie over each other: the largest
-        counts."""
+        """Bytes of the rank's planes, without gaps. Groups of one pool lie over each other: the largest counts."""
         sizes, largest = Counter[str](), dict[tuple[str, str], int]()
         for plane in self.geometry.planes:
             sizes[plane.group] += plane.num_blocks * plane.bytes_per_block
@@ -100,44 +105,131 @@ def text_bytes(*texts: str) -> int:
     return sum(len(text) * (1 if text.isascii() else 4) for text in texts)
 
 
-def first_difference(one: Registration, other: Registration) -> str:
-    """Return the name of the first field in which two registrations of one rank differ; empty if equal."""
-    mine, theirs = one.geometry, other.geometry
-    of_rank = (
-        ("rank.labels", mine.labels, theirs.labels),
-        ("rank.planes", mine.planes, theirs.planes),
-        ("agent", one.agent, other.agent),
-    )
-    found = (name for field in of_rank for name in _differences(*field))
-    return engine_difference(one, other) or next(found, "")
+OF_ENGINE = ("num_ranks", "partial", "identity", "groups")  # What all ranks of an engine register alike
+OF_RANK = (*OF_ENGINE, "geometry.labels", "geometry.planes", "agent")
 
 
-def engine_difference(one: Registration, other: Registration) -> str:
-    """Return the name of the first field in which two ranks disagree about their engine; empty if they agree."""
-    names = ("num_ranks", "partial", "identity", "groups")
-    return next((found for name in names for found in _differences(name, getattr(one, name), getattr(other, name))), "")
+def check_same(registration: Registration, before: Registration, fields: Iterable[str]) -> None:
+    """Raise `CacheDiffers`, which names the first difference, unless two registrations are equal in these fields."""
+    for name in fields:
+        mine, theirs = attrgetter(name)(before), attrgetter(name)(registration)
+        if mine != theirs:
+            ref, rank = registration.engine, registration.rank
+            field = _difference(name.replace("geometry", "rank"), mine, theirs)
+            problem = f"rank {rank} of {ref} was registered before with another {field}"
+            raise CacheDiffers(problem, engine_id=ref.engine_id, rank=rank, field=field)
 
 
-def check_same(registration: Registration, difference: str) -> None:
-    """Raise `CacheDiffers` if a registration differs from an earlier one, in the field named `difference`."""
-    if difference:
-        ref, rank = registration.engine, registration.rank
-        problem = f"rank {rank} of {ref} was registered before with another {difference}"
-        raise CacheDiffers(problem, engine_id=ref.engine_id, rank=rank, field=difference)
-
-
-def _differences(where: str, mine: Any, theirs: Any) -> Iterator[str]:
-    """Yield the names of the fields in which two values differ: fields of groups, planes and agents, and of tuples of
-    these, by their names; entries of mappings; otherwise `where`."""
-    if mine == theirs:
-        return
+def _difference(where: str, mine: Any, theirs: Any) -> str:
+    """Return the name of the first part in which two values differ."""
     if isinstance(mine, Mapping):
-        yield from (f"{where}[{key}]" for key in sorted({*mine, *theirs}) if mine.get(key) != theirs.get(key))
-    elif isinstance(mine, Group | Plane | AgentInfo) and type(mine) is type(theirs):
+        return f"{where}[{next(key for key in sorted({*mine, *theirs}) if mine.get(key) != theirs.get(key))}]"
+    if isinstance(mine, tuple) and [each.name for each in mine] == [each.name for each in theirs]:
+        one, other = next(pair for pair in zip(mine, theirs, strict=True) if pair[0] != pair[1])
+        return _difference(f"{where}[{one.name}]", one, other)
+    if dataclasses.is_dataclass(mine) and type(mine) is type(theirs):
         names = (field.name for field in dataclasses.fields(mine))
-        yield from (f"{where}.{name}" for name in names if getattr(mine, name) != getattr(theirs, name))
-    elif isinstance(mine, tuple) and [each.name for each in mine] == [each.name for each in theirs]:
-        for one, other in zip(mine, theirs, strict=True):
-            yield from _differences(f"{where}[{one.name}]", one, other)
-    else:
-        yield where
+        return f"{where}.{next(name for name in names if getattr(mine, name) != getattr(theirs, name))}"
+    return where
+
+
+class EngineDescription:
+    """An engine as its readers see it, made from the registrations of its ranks (at least one, in order of rank).
+
+    Not thread-safe: the node server's worker thread (`kvferry_server.servicers.worker`) makes each part when it is
+    first needed.
+    """
+
+    def __init__(self, ref: EngineRef, registrations: tuple[Registration, ...]) -> None:
+        self._ref = ref
+        self._registrations = registrations
+        self._pages: dict[bool, tuple[bytes, ...]] = {}
+        self._readers: set[bytes] = set()
+
+    @cached_property
+    def geometry(self) -> EngineGeometry:
+        first, ranks = self._registrations[0], tuple(registration.geometry for registration in self._registrations)
+        return EngineGeometry(
+            self._ref.engine_id, first.groups, ranks, first.identity, self._ref.incarnation, first.partial
+        )
+
+    def check_complete(self) -> None:
+        """Raise `BadGeometry` unless the ranks, all of which are there, together hold all heads and channels (R8)."""
+        check_complete(self._indexed)
+
+    def check_readable_by(self, reader: EngineGeometry) -> None:
+        """Raise `Incompatible` unless the ranks of `reader` can read this engine's cache."""
+        mismatches = diff_indexed(self._indexed, reader)
+        if mismatches:
+            raise Incompatible(mismatches)
+
+    def check_version(self, reader: Version) -> None:
+        """Raise `ContractDiffers` unless a reader's version works with that of every rank."""
+        for version in {registration.version for registration in self._registrations}:
+            check_together(reader, "the reader", version, f"the source {self._ref.engine_id!r}")
+
+    def note_reader(self, digest: bytes) -> None:
+        """Note the digest of a reader's geometry that was found compatible."""
+        if len(self._readers) >= MAX_NOTED_READERS:
+            self._readers.clear()
+        self._readers.add(digest)
+
+    def made_pages(self, digest: bytes, *, agents: bool) -> tuple[bytes, ...] | None:
+        """Return the result of an earlier `pages`, for the digest of a geometry found compatible; else None."""
+        return self._pages.get(agents) if digest in self._readers else None
+
+    def pages(self, epoch: bytes, times: pb.Times, *, agents: bool) -> tuple[bytes, ...]:
+        """Return the engine as encoded `HandshakeResponse` messages. `epoch` and `times` of the home do not change."""
+        if agents not in self._pages:
+            engine = engine_header(self._ref, self._registrations[0])
+            oldest = min((registration.version for registration in self._registrations), key=attrgetter("revision"))
+            first = pb.HandshakeResponse(
+                home_epoch=epoch,
+                times=times,
+                engine=engine,
+                num_ranks=len(self._registrations),
+                version=OURS_ENCODED,
+                source_version=oldest.to_proto(),
+            )
+            head = pb.HandshakeResponse(home_epoch=epoch).SerializeToString()
+            self._pages[agents] = (first.SerializeToString(), *self._rank_pages(head, agents=agents))
+        return self._pages[agents]
+
+    def ranks(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the index and encoded geometry of each rank, in order of rank."""
+        numbers = (registration.rank for registration in self._registrations)
+        return zip(numbers, self._encoded, strict=True)
+
+    @cached_property
+    def _indexed(self) -> Indexed:
+        return Indexed(self.geometry)
+
+    @cached_property
+    def _encoded(self) -> tuple[bytes, ...]:
+        return tuple(rank_to_proto(each.geometry).SerializeToString() for each in self._registrations)
+
+    def _rank_pages(self, head: bytes, *, agents: bool) -> Iterator[bytes]:
+        parts, size = [head], 0
+        for registration, geometry in zip(self._registrations, self._encoded, strict=True):
+            one = pb.HandshakeResponse()
+            one.ranks.add().MergeFromString(geometry)
+            if agents:
+                # One without a name for a rank that serves nothing.
+                agent = registration.agent
+                one.agents.append(geometry_pb2.Agent() if agent is None else agent_to_proto(agent))
+            # An encoded message is the sum of its encoded parts.
+            rank = one.SerializeToString()
+            if size and size + len(rank) > RANK_PAGE_BYTES:
+                yield b"".join(parts)
+                parts, size = [head], 0
+            parts.append(rank)
+            size += len(rank)
+        yield b"".join(parts)
+
+
+def engine_header(ref: EngineRef, registration: Registration) -> geometry_pb2.EngineGeometry:
+    """Return an engine without its ranks, as any of them registered it."""
+    bare = EngineGeometry(
+        ref.engine_id, registration.groups, (), registration.identity, ref.incarnation, registration.partial
+    )
+    return engine_to_proto(bare)

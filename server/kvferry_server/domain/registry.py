@@ -26,25 +26,20 @@ from kvferry.errors import (
     PeerRestarted,
     WrongSession,
 )
-from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.engine_description import EngineDescription
-from kvferry_server.domain.event_log import short
-from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.journal import UNIX_PEER
+from kvferry_server.domain.engine import Engine, Process
+from kvferry_server.domain.journal import UNIX_PEER, short
 from kvferry_server.domain.limits import Budget, check_budget, check_limit
-from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.records import Records
-from kvferry_server.domain.registrations import Registration, check_same, engine_difference, first_difference
+from kvferry_server.domain.registrations import OF_ENGINE, OF_RANK, EngineDescription, Registration, check_same
 from kvferry_server.domain.steps import check_step
-from kvferry_server.domain.times import RECOVERING_RETRY_AFTER, DeadlineQueue
-from kvferry_server.domain.watch_feed import Process
+from kvferry_server.domain.times import RECOVERING_RETRY_AFTER
+from kvferry_server.domain.values import EngineRef, RevokeReason
 
 REPLACED = "was replaced by another incarnation"
 
 
 class Registry:
-    """The engines whose home this is. Not thread-safe: it belongs to its home's event loop. The publications of an
-    engine, in the home's `records`, end with the engine."""
+    """The engines whose home this is. The publications of an engine, in the home's `records`, end with the engine."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -53,21 +48,10 @@ class Registry:
         self._engines_by_host = Budget(self._limits.engines)
         self._engines: dict[EngineRef, Engine] = {}  # Those that are not gone
         # Incarnations that ended for good, and are refused for `retire` seconds, so that a delayed message cannot evict
-        # the live incarnation (PROTOCOL, Identities): the end of each refusal, rising, and the host that it counts for.
-        # The budget is for those that their engines have retired themselves: otherwise a peer that opens and retires
-        # incarnations without end would fill the memory.
-        self._retired: dict[EngineRef, tuple[float, str | None]] = {}
-        self._retired_by_host = Budget(self._limits.retired)
-        self._deadlines: DeadlineQueue[Engine] = DeadlineQueue()
-
-    def advance(self) -> float:
-        """Act on every deadline that has passed. Returns the present, in seconds on the home's clock."""
-        now = self._clock.now()
-        self._deadlines.advance(now, self._on_due)
-        return now
-
-    def next_deadline(self) -> float:
-        return self._deadlines.next_deadline()
+        # the live incarnation (PROTOCOL, Identities): the end of each refusal, rising. Beyond `Limits.retired` the
+        # oldest are not refused any more: a peer that retires incarnations without end must not fill the memory.
+        self._retired: dict[EngineRef, float] = {}
+        self._deadlines = records.deadlines
 
     # Looking engines up.
 
@@ -76,8 +60,8 @@ class Registry:
         return self._engines.values()
 
     def engines(self) -> Iterator[Engine]:
-        """Yield the engines that are not dead, ordered by engine_id."""
-        return (self._engines[ref] for ref in sorted(self._engines) if not self._engines[ref].dead)
+        """Yield the engines that are not dead."""
+        return (engine for engine in self._engines.values() if not engine.dead)
 
     def has_feed(self, process: Process) -> bool:
         """Whether a process has, or had, a Watch here."""
@@ -95,8 +79,7 @@ class Registry:
         raise self._unknown(ref.engine_id)
 
     def find_live(self, engine_id: str, incarnation: bytes = b"") -> Engine:
-        """Return an engine by its name and its incarnation (empty: any), for readers. Raises as `find`; a dead engine
-        is unknown."""
+        """Return an engine that is not dead, of this incarnation (empty: any), for readers. Raises as `find`."""
         engine = self.find(EngineRef(engine_id, incarnation)) if incarnation else self.find_named([engine_id])[0]
         if engine.dead:
             raise self._unknown(engine_id)
@@ -143,7 +126,7 @@ class Registry:
         """Open the scheduler's Watch of an incarnation, new or known, which comes from a host (empty: unknown). Raises
         `WrongSession`, `EngineIdInUse` if another incarnation is alive or may still come back, `PeerRestarted` if this
         one was replaced, and `LimitReached` if there are too many engines."""
-        now = self.advance()
+        now = self._records.advance()
         check_secret(ref, secret)
         if self._is_retired(ref):
             raise self._restarted(ref)
@@ -161,7 +144,7 @@ class Registry:
             for other in replaced:
                 self._journal.engine("engine_replaced", other.ref, by=short(ref.incarnation), peer=host or UNIX_PEER)
                 self._forget(other, _restarted(other.ref, REPLACED, ref.incarnation.hex()))
-                self._retired[other.ref] = now + self._times.retire, None
+                self._refuse(other.ref, now)
             engine = self._engines[ref] = self._records.open(ref, secret)
             self._journal.engine("engine_opened", ref, peer=host or UNIX_PEER)
         elif engine.lost_at is not None:
@@ -172,11 +155,11 @@ class Registry:
 
     def close_engine(self, ref: EngineRef) -> None:
         """Note that the scheduler's Watch ended."""
-        now = self.advance()
+        now = self._records.advance()
         engine = self._engines.get(ref)
         if engine is not None and engine.lost_at is None:
             engine.lost_at = now
-            self._deadlines.put(engine)
+            self._deadlines.put(engine, self._on_due)
             # An engine that its scheduler stops ends its Watch like this, too. If it stays away, engine_dead warns.
             self._journal.engine("engine_lost", ref, peer=engine.host or UNIX_PEER, dead_in_s=self._times.engine_ttl)
 
@@ -184,7 +167,7 @@ class Registry:
         """End an incarnation for good, for an operator, alive or not, as if another had taken its place: its
         publications end, leases on them run out, and its Watches end. Idempotent. Raises `EngineUnknown` or
         `HomeRecovering` if this home does not have it."""
-        now = self.advance()
+        now = self._records.advance()
         if self._is_retired(ref):
             return
         engine = self._engines.get(ref)
@@ -192,23 +175,20 @@ class Registry:
             raise self._unknown(ref.engine_id)
         self._journal.engine("engine_evicted", ref, bad=True)
         self._forget(engine, _restarted(ref, "was evicted by an operator"))
-        self._retired[ref] = now + self._times.retire, None
+        self._refuse(ref, now)
 
     def retire(self, ref: EngineRef) -> None:
-        """End an incarnation for good, for its own scheduler, which stops. Call `check_session` before. Raises as
-        `find`, and `LimitReached` if the host of its scheduler has retired too many."""
-        now = self.advance()
+        """End an incarnation for good, for its scheduler, after `check_session`. Raises as `find`."""
+        now = self._records.advance()
         engine = self.find(ref)
-        check_budget("retired", self._retired_by_host, engine.host, self._times.retire)
-        self._retired_by_host.take(engine.host)
-        self._retired[ref] = now + self._times.retire, engine.host
+        self._refuse(ref, now)
         self._journal.engine("engine_retired", ref)
         self._forget(engine)
 
     def open_rank(self, ref: EngineRef, secret: bytes, rank: int, node: str = "") -> Engine:
         """Open the Watch of a rank's process, relayed by a node server at the address `node`; empty: a process of the
         home's own node. Raises `InvalidField` if the engine has no such rank, and as `check_session`."""
-        self.advance()
+        self._records.advance()
         engine = self.check_session(ref, secret)
         most = engine.num_ranks or self._limits.ranks
         if rank >= most:
@@ -223,12 +203,12 @@ class Registry:
 
     def close_rank(self, ref: EngineRef, rank: int) -> None:
         """Note that the Watch of a rank's process ended."""
-        now = self.advance()
+        now = self._records.advance()
         engine = self._engines.get(ref)
         if engine is not None and rank in engine.watched_ranks:
             engine.watched_ranks.discard(rank)
             engine.rank_lost_at[rank] = now
-            self._deadlines.put(engine)
+            self._deadlines.put(engine, self._on_due)
 
     def rank_left(self, ref: EngineRef, rank: int) -> None:
         """Note that a relayed rank's process has ended, as its node server reports just before it ends the Watch.
@@ -241,7 +221,7 @@ class Registry:
     def completed_by(self, registration: Registration, secret: bytes) -> EngineDescription | None:
         """Return the description of an engine for checks before its last rank registers; None: others are missing, or
         the rank has registered before. Raises as `register`."""
-        self.advance()
+        self._records.advance()
         return self._check_registration(registration, secret).completed_by(registration)
 
     def register(self, registration: Registration, secret: bytes) -> Engine:
@@ -249,7 +229,7 @@ class Registry:
         publications from an earlier snapshot are checked against them, and those that fail are aborted (R7). Raises
         `CacheDiffers` if the rank, or its engine, was registered with other content; `InvalidField` if the engine has
         too many ranks, or another rank's agent has this agent's name; `LimitReached`; and as `check_session`."""
-        now = self.advance()
+        now = self._records.advance()
         engine = self._check_registration(registration, secret)
         before = engine.ranks.get(registration.rank)
         if before is None:
@@ -262,7 +242,7 @@ class Registry:
         engine.add(registration)
         if first:
             self._check_publications(engine)
-        self._deadlines.put(engine)
+        self._deadlines.put(engine, self._on_due)
         if before is None or back:
             self._journal.engine(
                 "rank_registered" if before is None else "rank_back",
@@ -281,10 +261,10 @@ class Registry:
         engine = self.check_session(registration.engine, secret)
         before = engine.ranks.get(registration.rank)
         if before is not None:
-            check_same(registration, first_difference(before, registration))
+            check_same(registration, before, OF_RANK)
             return engine
         if engine.first is not None:
-            check_same(registration, engine_difference(engine.first, registration))
+            check_same(registration, engine.first, OF_ENGINE)
         if registration.num_ranks > self._limits.ranks:
             raise InvalidField("num_ranks", registration.num_ranks, f"at most {self._limits.ranks}")
         agent = registration.agent
@@ -341,15 +321,14 @@ class Registry:
         self._records.end_all(engine, reason)
 
     def _is_retired(self, ref: EngineRef) -> bool:
-        now = self._clock.now()
-        while self._retired:
-            first, (until, host) = next(iter(self._retired.items()))
-            if until > now:
-                break
-            del self._retired[first]
-            if host is not None:
-                self._retired_by_host.give(host)
-        return ref in self._retired
+        return self._retired.get(ref, 0.0) > self._clock.now()
+
+    def _refuse(self, ref: EngineRef, now: float) -> None:
+        self._retired[ref] = now + self._times.retire
+        oldest = next(iter(self._retired))
+        while self._retired[oldest] <= now or len(self._retired) > self._limits.retired:
+            del self._retired[oldest]
+            oldest = next(iter(self._retired))
 
     @property
     def recovering(self) -> bool:

@@ -36,8 +36,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The roles that a caller has: shell patterns of the engine_ids that each is for. Roles that are not per engine are
-    for `EVERY`."""
+    """The roles that a caller has: shell patterns of engine_ids for each, `EVERY` if it is not per engine."""
 
     engine: tuple[str, ...] = ()
     reader: tuple[str, ...] = ()
@@ -79,7 +78,7 @@ class Rule:
     grant: Grant
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Policy:
     """A grant for every caller, and grants for callers with certain identities. All rules that fit count together."""
 

@@ -12,31 +12,29 @@ from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import (
     EngineIncomplete,
     KvferryError,
-    LimitReached,
     NotPublished,
     PrefixMiss,
     PublicationReleased,
     ServerDraining,
     WrongKey,
 )
-from kvferry_server.domain.identity import EngineRef, RouterKey
+from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.limits import Budget, check_budget
 from kvferry_server.domain.publications import PublicationRecord
-from kvferry_server.domain.questions import Ask, QuestionOutcome
-from kvferry_server.domain.reads import LeaseRequest
 from kvferry_server.domain.records import Records
-from kvferry_server.domain.router_keys import ROUTER_KEY_BYTES, WaitingRead
+from kvferry_server.domain.router_keys import Ask, QuestionOutcome, WaitingRead
+from kvferry_server.domain.values import EngineRef, LeaseRequest, RouterKey
 
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
 
 
 class Routing:
-    """The calls with references of routers on a home's records. Not thread-safe: it belongs to its home's event loop.
+    """The calls with references of routers on a home's records.
 
     `sources` are the living engines that a reference may mean: mostly one, but two names may fit, and a home that has
     just started cannot tell which of two incarnations is the older. The source is the engine that has the publication
-    under the router's key. A refusal or a full budget of another engine does not count: that engine may be an impostor.
+    under the router's key. A refusal of another engine does not count: that engine may be an impostor.
 
     `first_question`, the number of the first question, is another one at each start of a home: a miss that comes after
     a restart is about no question of the new start.
@@ -44,8 +42,8 @@ class Routing:
 
     def __init__(self, records: Records, first_question: int = 1) -> None:
         self._records = records
-        self._times, self._memory = records.times, records.memory
-        self._numbers, self._question_numbers = itertools.count(1), itertools.count(first_question)
+        self._times, self._waits = records.times, Budget(records.limits.router_keys)
+        self._question_numbers = itertools.count(first_question)
 
     def find(self, sources: Sequence[EngineRef], wanted: RouterKey) -> PublicationRecord | None:
         """Return the publication under a router's key; None: the publication has to be waited for. Raises
@@ -70,38 +68,21 @@ class Routing:
         return replace(asked, read=read, key=self._records.key(publication), routed=None)
 
     def wait(self, sources: Sequence[EngineRef], wanted: RouterKey, asked: LeaseRequest) -> WaitingRead:
-        """Note that a read waits, until `end_wait`: `Records.wake` says when it must look again. Raises
-        `LimitReached` if, at each of the sources, too many reads of this caller wait for publications."""
+        """Note that a read waits, until `end_wait`. `Records.wake` says when those of the key's name must look again.
+        Raises `LimitReached` if too many reads of this caller wait for publications."""
         now = self._records.advance()
-
-        def budget_with_room(source: EngineRef) -> tuple[EngineRef, Budget]:
-            budget = self._records.of_engine(source).router_keys.waits
-            check_budget("waiting_reads", budget, asked.holder, self._times.ttl)
-            self._memory.check(source, ROUTER_KEY_BYTES)
-            return source, budget
-
-        first, budget = unless_all_refuse(sources, budget_with_room)[0]
-        at = (first, *(other for other in sources if other != first))
-        waiting = WaitingRead(next(self._numbers), at, wanted, asked, now, budget)
+        check_budget("router_keys", self._waits, asked.holder, self._times.ttl)
+        waiting = WaitingRead(next(self._records.read_numbers), tuple(sources), wanted, asked, now)
         self._records.journal.waiting += 1
-        budget.take(asked.holder)
-        self._memory.take(first, ROUTER_KEY_BYTES)
-        self._records.list_read(first, (0, waiting.number), waiting)
-        for source in at:
-            self._records.engines[source].router_keys.begin(waiting)
+        self._waits.take(asked.holder)
+        self._records.list_read(sources[0], waiting)
         return waiting
 
     def end_wait(self, waiting: WaitingRead) -> None:
         """Note that a read has stopped waiting. To be called once. Its engines may be gone."""
-        first = waiting.sources[0]
         self._records.journal.waiting -= 1
-        waiting.budget.give(waiting.request.holder)
-        self._memory.give(first, ROUTER_KEY_BYTES)
-        self._records.unlist_read(first, (0, waiting.number))
-        for source in waiting.sources:
-            engine = self._records.engines.get(source)
-            if engine is not None:
-                engine.router_keys.end(waiting)
+        self._waits.give(waiting.request.holder)
+        self._records.unlist_read(waiting.sources[0], waiting.number)
 
     def ask(self, source: EngineRef, ask: Ask) -> None:
         """Ask a source for the beginning of a prompt. Idempotent by router key: a question that is open, or was
@@ -115,8 +96,8 @@ class Routing:
         """
         now = self._records.advance()
         engine = self._records.of_engine(source)
-        questions = engine.router_keys.questions
-        if engine.router_keys.find(ask.router_key, now) or questions.get(ask.router_key):
+        keys = engine.router_keys
+        if keys.find(ask.router_key, now) or ask.router_key in keys.questions:
             return
         if self._records.draining:
             raise ServerDraining("this node server is draining: ask again")
@@ -124,55 +105,59 @@ class Routing:
         try:
             engine.check_readable()
         except EngineIncomplete as error:
-            raise questions.miss(error.message) from None
-        self._records.add_question(engine, questions.add(ask, next(self._question_numbers), now))
+            raise keys.miss(error.message) from None
+        self._records.add_question(engine, keys.add_question(ask, next(self._question_numbers), now))
 
     def decline(
-        self, sources: Sequence[EngineRef], wanted: RouterKey, holder: Hashable, *, not_published: bool = False
-    ) -> None:
+        self,
+        sources: Sequence[EngineRef],
+        wanted: RouterKey,
+        holder: Hashable,
+        *,
+        not_published: bool = False,
+        elsewhere: bool = False,
+    ) -> bool:
         """End a publication that will not be read, as `Lessor.decline` does. If it has not arrived, the reads that wait
         for it end, and the decline is remembered for `max_wait` seconds. Idempotent.
 
         A question of an asker who declines its reference is withdrawn.
 
-        With `not_published`, readers get the reason that the source's client has given the publication up. Raises
-        `WrongKey`, and `LimitReached` if this caller has declined too many publications before they arrived.
+        With `not_published`, readers get the reason that the source's client has given the publication up. If the
+        reference may be meant for `elsewhere`, returns False, and does nothing, unless a source has, or had, a
+        publication under this key, or a read or a question waits there for one. Raises `WrongKey`, and `LimitReached`
+        if this caller has declined too many publications before they arrived.
         """
-        now = self._records.advance()
-        full: LimitReached | None = None
+        now, known = self._records.advance(), not elsewhere
+        not_here = list[Engine]()
         for source in sources:
-            # Sources are tried separately: a repeated call must reach a source whose budget was full before.
             engine = self._records.of_engine(source)
             try:
                 publication = engine.router_keys.find(wanted, now)
             except (NotPublished, PublicationReleased, PrefixMiss):
+                known = True
                 continue
             except WrongKey:
-                if len(sources) == 1:
+                if len(sources) == 1 and known:
                     raise
                 continue
             if publication is not None:
                 publication.not_published = publication.not_published or (not_published and publication.grantable)
                 outcome = ReleaseOutcome.ABORTED if not_published else ReleaseOutcome.DECLINED
                 self._records.end(publication, outcome, now)
-                return
+                return True
             if question := engine.router_keys.questions.get(wanted):
                 ended = QuestionOutcome.UNANSWERED if not_published else QuestionOutcome.WITHDRAWN
                 self._records.end_question(question, ended)
-                return
-            try:
-                until = now + self._times.max_wait
-                engine.router_keys.decline(wanted, holder, now, until, not_published=not_published)
-            except LimitReached as error:
-                full = full or error
-            else:
-                self._records.wake_waiting(engine, wanted.name)
-        if full is not None:
-            raise full
-
-    def concerned(self, sources: Sequence[EngineRef], wanted: RouterKey) -> bool:
-        """Whether a source has, or had, a publication under a router's key, or a read waits there for one."""
-        return any(self._records.of_engine(source).router_keys.concerned(wanted) for source in sources)
+                return True
+            known = known or any(read.router_key == wanted for read in self._records.waiting(source))
+            not_here.append(engine)
+        if not known:
+            return False
+        for engine in not_here:
+            until = now + self._times.max_wait
+            engine.router_keys.decline(wanted, holder, now, until, not_published=not_published)
+            self._records.wake(wanted.name)
+        return True
 
 
 def unless_all_refuse(asked: Iterable[Asked], call: Callable[[Asked], Answer]) -> list[Answer]:

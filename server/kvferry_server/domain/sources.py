@@ -14,18 +14,17 @@ from kvferry.errors import EngineIncomplete, InvalidField, PublicationStale, Ser
 from kvferry.geometry.model import Group
 from kvferry_server.domain.checksum_pages import ChecksumPage, check_indexes
 from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import check_limit
 from kvferry_server.domain.publications import PUBLICATION_BYTES, PublicationRecord, PublicationStage, check_follows
-from kvferry_server.domain.questions import QuestionOutcome
-from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.records import Records
+from kvferry_server.domain.router_keys import QuestionOutcome
 from kvferry_server.domain.steps import PublicationStep, check_step
 from kvferry_server.domain.times import ANSWER_HOLD
+from kvferry_server.domain.values import EngineRef, RevokeReason
 
 
 class Sources:
-    """The calls of sources on a home's records. Not thread-safe: it belongs to its home's event loop."""
+    """The calls of sources on a home's records."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -76,7 +75,7 @@ class Sources:
             if not engine.may_arrive(number, now):
                 return
             # The record is kept until the source acknowledges the release, so it counts as a publication.
-            self._check_room(engine, number, 0)
+            self._memory.check(source, PUBLICATION_BYTES)
             publication = publication or self._records.add_awaited(engine, number)
             self._records.arrive(engine, publication, now)
             self._touch(engine, publication, now)
@@ -102,12 +101,14 @@ class Sources:
         for number in numbers:
             publication = engine.publications.get(number)
             if publication is not None and publication.stage is PublicationStage.RELEASED:
-                self._records.forget(publication)
+                publication.acknowledged = True
+                if not engine.recovering:
+                    self._records.forget(publication)
 
     def miss(self, source: EngineRef, number: int, why: MissReason) -> None:
         """Answer a question with nothing. Idempotent; a question that has ended stays as it is."""
         engine, _ = self._records.begin(source)
-        question = engine.router_keys.questions.numbered(number)
+        question = engine.router_keys.open_questions.get(number)
         if question is not None:
             self._records.end_question(question, QuestionOutcome.MISSED, why)
 
@@ -136,8 +137,7 @@ class Sources:
     # Snapshots.
 
     def begin_snapshot(self, source: EngineRef, name: bytes = b"") -> None:
-        """Begin a snapshot, in which the source names all that it holds published. `end_snapshot` must repeat the
-        `name`."""
+        """Begin a snapshot, in which the source names all that it holds published. Its end must repeat the `name`."""
         engine, _ = self._records.begin(source)
         engine.snapshot, engine.snapshot_name = set(), name
 
@@ -158,30 +158,23 @@ class Sources:
                 publication.hint_digest = b""
                 if publication.grantable:
                     self._abort(publication, now)
-        self._records.close_below(engine, high_water)
+        engine.close_below(high_water)
         engine.snapshot, engine.recovering = None, False
+        self.acknowledge(source, [number for number, one in engine.publications.items() if one.acknowledged])
 
     def _check_step(self, engine: Engine, publication: PublicationRecord, step: PublicationStep) -> None:
-        if step.index == 0:
-            if self._records.draining:
-                raise ServerDraining("this node server is draining: publish again")
-            self._check_room(engine, step.number, step.size)
-        else:
-            self._memory.check(engine.ref, step.size)
-            if step.index > len(publication.steps):
-                # The earlier steps are in the snapshot, of which this home may have received a part.
-                engine.check_recovered()
+        if step.index == 0 and self._records.draining:
+            raise ServerDraining("this node server is draining: publish again")
+        self._memory.check(engine.ref, step.size if step.index else PUBLICATION_BYTES + step.size)
+        if step.index > len(publication.steps):
+            # The earlier steps are in the snapshot, of which this home may have received a part.
+            engine.check_recovered()
         check_follows(publication, step)
         if engine.groups is not None:
             check_step(engine.groups, step)
         elif not engine.recovering:
             problem = f"no rank of {engine.ref} has registered groups: register its caches before publishing"
             raise EngineIncomplete(problem, engine_id=engine.ref.engine_id, missing_ranks="")
-
-    def _check_room(self, engine: Engine, number: int, size: int) -> None:
-        """Raise `LimitReached` unless the engine may have one more publication, whose step takes `size` bytes."""
-        check_limit("publications", len(engine.listed), self._limits.publications, self._times.ttl)
-        self._memory.check(engine.ref, PUBLICATION_BYTES + engine.skipped_size(number) + size)
 
     def _arrive(self, engine: Engine, publication: PublicationRecord, step: PublicationStep, now: float) -> None:
         # The lease of a waiting reader is never cut short, not even by a `final` that is shorter than the ttl.
@@ -202,7 +195,7 @@ class Sources:
         if declined:
             engine.declined.add(publication)
         if step.router_key is not None:
-            self._records.wake_waiting(engine, step.router_key.name)
+            self._records.wake(step.router_key.name)
 
     def _append(self, engine: Engine, publication: PublicationRecord, step: PublicationStep, now: float) -> None:
         publication.add(step)

@@ -10,7 +10,7 @@ import numpy as np
 from kvferry.errors import BadBlock, InvalidField
 from kvferry.geometry.blocks import BlockRuns, Unfinished
 from kvferry.geometry.model import Group, GroupKind
-from kvferry_server.domain.identity import RouterKey
+from kvferry_server.domain.values import RouterKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,7 @@ def _check_tokens(group: Group, where: str, blocks: BlockRuns, last: bool) -> No
 
 
 def _check_ids(group: Group, blocks: BlockRuns) -> None:
-    """Check block ids as `kvferry.geometry.blocks.check_ids` does, but as runs: a few bytes from a peer must not be
-    expanded into a million ids."""
+    """Check block ids as runs: a few bytes from a peer must not be expanded into a million ids."""
     null = group.null_block
     # The first test is enough for most steps. There may be many runs, and the event loop waits meanwhile.
     if max(blocks.starts, default=0) + max(blocks.counts, default=0) > group.num_blocks:

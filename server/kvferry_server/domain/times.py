@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kvferry import _clock
 from kvferry.errors import InvalidField
@@ -15,8 +15,7 @@ from kvferry.errors import InvalidField
 NEVER = math.inf
 
 ANSWER_HOLD = 10.0
-"""The longest hold, in seconds, of a publication that answers a question: its asker begins to read at once, or not at
-all."""
+"""The longest hold, in seconds, of a publication that answers a question: its asker reads at once, or not at all."""
 
 ENDED_KEPT = 2.0
 """Seconds for which the end of a question without a publication is remembered."""
@@ -82,35 +81,33 @@ class Timed(Protocol):
 Item = TypeVar("Item", bound=Timed)
 
 
-class DeadlineQueue(Generic[Item]):
-    """Deadlines in order. Moving a deadline later costs nothing: the queue looks at the item again at its old
-    deadline."""
+class DeadlineQueue:
+    """Deadlines in order. Moving one later costs nothing: the queue looks at the item again at its old deadline."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Item]] = []
+        self._heap: list[Any] = []  # Of (deadline, order, item, the function that acts)
         self._order = itertools.count()
 
-    def put(self, item: Item) -> None:
-        """Note an item's deadline. Call it again whenever the deadline may have moved earlier."""
+    def put(self, item: Item, act: Callable[[Item, float], None]) -> None:
+        """Note an item's deadline, at which `act` is called with the item and the present: it must move the deadline
+        past that. Call this again whenever the deadline may have moved earlier."""
         due = item.due()
         if due < item.scheduled:
             item.scheduled = due
-            heapq.heappush(self._heap, (due, next(self._order), item))
+            heapq.heappush(self._heap, (due, next(self._order), item, act))
 
     def next_deadline(self) -> float:
         """When to call `advance` next; `NEVER` if nothing is due."""
-        return self._heap[0][0] if self._heap else NEVER
+        return float(self._heap[0][0]) if self._heap else NEVER
 
-    def advance(self, now: float, act: Callable[[Item, float], None], most: int | None = None) -> None:
-        """Call `act` for every item that is due, the earliest first. `act` must move the item's deadline past `now`. At
-        most `most` items are looked at; None: all."""
-        looked_at = 0
-        while self._heap and self._heap[0][0] <= now and looked_at != most:
-            looked_at += 1
-            at, _, item = heapq.heappop(self._heap)
+    def advance(self, now: float, most: int) -> None:
+        """Act on the items that are due, the earliest first. At most `most` items are looked at."""
+        while most and self._heap and self._heap[0][0] <= now:
+            most -= 1
+            at, _, item, act = heapq.heappop(self._heap)
             if item.scheduled != at:
                 continue  # The item was put again since, with an earlier deadline.
             item.scheduled = NEVER
             if item.due() <= now:
                 act(item, now)
-            self.put(item)
+            self.put(item, act)

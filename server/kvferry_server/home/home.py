@@ -18,6 +18,7 @@ from typing import Literal
 from kvferry._wire.reference import format_reference
 from kvferry.errors import ServerDraining
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain.engine import Event, Feed, Process, Role
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.publications import PublicationRecord
@@ -26,7 +27,6 @@ from kvferry_server.domain.registry import Registry
 from kvferry_server.domain.routing import Routing
 from kvferry_server.domain.sources import Sources
 from kvferry_server.domain.times import Clock, Times
-from kvferry_server.domain.watch_feed import Event, Feed, Process, Role
 from kvferry_server.home.time_slices import TimeSlices
 
 EVENT_BYTES = 160  # Bytes of an event that is kept or waits to be sent, estimated
@@ -114,7 +114,7 @@ class Home(AbstractContextManager[float]):
             self._driver.set()
 
     def next_deadline(self) -> float:
-        return min(self.engines.next_deadline(), self.records.next_deadline())
+        return self.records.deadlines.next_deadline()
 
     async def run(self) -> None:
         """Act on deadlines as they pass, until cancelled."""
@@ -200,7 +200,7 @@ class Home(AbstractContextManager[float]):
             return []
         engine = self.engines.find(process.engine)
         lost = map(engine.rank_lost, sorted(engine.lost_ranks))
-        return [*self.records.released(process.engine), *lost, *engine.router_keys.questions.open()]
+        return [*self.records.released(process.engine), *lost, *engine.router_keys.open_questions.values()]
 
     def reference(self, publication: PublicationRecord) -> str:
         return format_reference(
@@ -217,5 +217,4 @@ class Home(AbstractContextManager[float]):
     def settle(self) -> None:
         """Act on deadlines that have passed: begin or end a turn."""
         if self.next_deadline() <= self.clock.now():
-            self.engines.advance()
             self.records.advance()

@@ -7,7 +7,6 @@ against the new authorities; open connections stay as they are.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import threading
 import time
@@ -26,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 
 class Certificates(TlsFiles):
-    """The TLS files of a node server; `handshakes` counts the TLS handshakes that have begun, over all listeners.
-    `wall_clock` returns seconds since 1970. Raises `InvalidField` if the files cannot be used. Thread-safe."""
+    """The TLS files of a node server. `wall_clock` returns seconds since 1970. Raises `InvalidField` if the files
+    cannot be used. Thread-safe."""
 
     POLL = CERTIFICATE_POLL
 
@@ -35,8 +34,6 @@ class Certificates(TlsFiles):
         super().__init__(tls, wall_clock)
         # Otherwise a reading that began earlier could put back older contents.
         self._reading = threading.Lock()
-        self._begun = itertools.count()
-        self.handshakes = 0
         self._read()
 
     def content(self) -> TlsContent:
@@ -44,13 +41,12 @@ class Certificates(TlsFiles):
         return self._content or self._read()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return credentials that follow the files. Each gRPC server needs its own."""
+        """Return a gRPC server's credentials, which follow the files."""
         shown = self.content()
 
         def newer() -> grpc.ServerCertificateConfiguration | None:
             # gRPC calls this on one of its threads, for each connection.
             nonlocal shown
-            self.handshakes = next(self._begun) + 1
             current = self.content()
             if current is shown:
                 return None

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import re
+import socket
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
@@ -143,19 +145,49 @@ class NodeConfig(BaseModel):
             if name in self.model_fields_set and given > most:
                 raise InvalidField(name, given, f"at most {limit}, {most:g} s, which ends it in any case")
         if self.directory and not open_directory(self.directory).publishes:
-            raise InvalidField("directory", self.directory, "etcd:// or etcds://: files and DNS are written by others")
+            raise InvalidField("directory", self.directory, "etcd:// or etcds://: files are written by others")
         if self.tls is not None and self.tls.cert is None:
             raise InvalidField("tls_ca", str(self.tls_ca), "tls_cert and tls_key beside it")
         if self.policy is not None and self.tls_ca is None:
             raise InvalidField(
                 "tls_ca", None, "a file, because policy is given: only client certificates have identities"
             )
-        if self.trace_endpoint and not _is_endpoint(self.trace_endpoint):
-            expected = "http://host[:port]/path, without a password and a query: OTEL_EXPORTER_OTLP_HEADERS takes keys"
-            raise InvalidField("trace_endpoint", shown(self.trace_endpoint), expected)
+        if self.trace_endpoint and not re.match("https?://[^/]", self.trace_endpoint):
+            raise InvalidField("trace_endpoint", shown(self.trace_endpoint), "http://host[:port]/path")
         if not self.listen and not self.unix:
             raise InvalidField("listen", "", "a TCP address, unless unix has a path: both are empty")
+        self._check_exposure()
+        unix = None if self.unix_path is None else Address(path=str(self.unix_path))
+        advertised(self.advertise, self.listen_address, unix)
         return self
+
+    def _check_exposure(self) -> None:
+        """Raise `InvalidField` if an address is not on loopback, so that every host can connect, and no setting allows
+        that."""
+        address, admin = self.listen_address, self.admin_address
+        if admin is not None and not self.admin_insecure and not is_on_loopback(admin):
+            raise InvalidField(
+                "admin",
+                str(admin),
+                "an address on loopback: whoever can connect sees the names of engines, requests and hosts. If that is "
+                "meant, allow it with --admin-insecure",
+            )
+        if address is None or self.insecure or self.tls_ca is not None or is_on_loopback(address):
+            return
+        if self.tls is None:
+            raise InvalidField(
+                "listen",
+                str(address),
+                "an address on loopback, or TLS (--tls-cert, --tls-key, --tls-ca): otherwise everyone who can connect "
+                "could read and end every request. If only engines can reach this network, allow that with --insecure",
+            )
+        if not self.anonymous_tls:
+            raise InvalidField(
+                "tls_ca",
+                None,
+                f"a file (--tls-ca): without it, {address} is encrypted but serves everyone who can connect. If only "
+                "engines can reach it, allow that with --anonymous-tls",
+            )
 
     @property
     def times(self) -> Times:
@@ -206,6 +238,42 @@ class NodeConfig(BaseModel):
         return Path(parse_address(f"unix:{path}", "unix").path)
 
 
+def advertised(wanted: str, listening: Address | None, unix: Address | None) -> str:
+    """Return the address to put into references; raises `InvalidField` if other hosts could not connect to it.
+
+    `wanted` is ``host:port``, ``host`` (the real port is added), or empty: the TCP address `listening`, else
+    the socket `unix`.
+    """
+    if wanted:
+        # A host without a port, perhaps an IPv6 address in brackets, gets the port of the listener.
+        has_port = ":" in wanted and not wanted.endswith("]")
+        address = parse_address(wanted if has_port else f"{wanted}:0", "advertise")
+        port = address.port or (listening.port if listening is not None else 0)
+        if not address.is_unix and port == 0 and listening is None:
+            raise InvalidField("advertise", wanted, "host:port, because this server listens on no TCP port")
+        return str(Address(address.path, address.host, port))
+    if listening is not None:
+        wildcard = False
+        with contextlib.suppress(ValueError):
+            wildcard = ipaddress.ip_address(listening.host).is_unspecified
+        if wildcard:
+            raise InvalidField(
+                "advertise", "", f"the host at which other nodes reach this one: they cannot connect to {listening}"
+            )
+        return str(listening)
+    # `NodeConfig` refuses settings with neither.
+    return str(unix)
+
+
+def is_on_loopback(address: Address) -> bool:
+    """Whether all addresses of the host are loopback; False for a name that does not resolve."""
+    try:
+        found = socket.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return bool(found) and all(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_loopback for entry in found)
+
+
 def _tcp_address(name: str, value: str, expected: str) -> Address | None:
     if not value:
         return None
@@ -213,16 +281,6 @@ def _tcp_address(name: str, value: str, expected: str) -> Address | None:
     if address.is_unix:
         raise InvalidField(name, value, expected)
     return address
-
-
-def _is_endpoint(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return False
-    # OpenTelemetry logs the query, in which collectors take their keys, with each attempt that fails.
-    plain = "@" not in parts.netloc and "?" not in url
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and plain
 
 
 def shown(value: object) -> object:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import resource
@@ -126,28 +125,18 @@ def _connections() -> Iterator[tuple[int, socket.socket, Any, Any]]:
     """Yield gRPC's connections: file descriptor, a duplicate for this step only, own address and the peer's."""
     for fd in _descriptors():
         with contextlib.suppress(OSError), _duplicate(fd) as duplicate:
-            # A socket that listens, or only reserves the port, has no peer: getpeername raises.
+            # A socket that listens has no peer: getpeername raises.
             yield fd, duplicate, duplicate.getsockname(), duplicate.getpeername()
 
 
 def _descriptors() -> list[int]:
-    """Return the file descriptors of this process; empty where the system does not list them."""
-    with contextlib.suppress(FileNotFoundError):
-        return [int(entry.name) for entry in os.scandir("/proc/self/fd")]
-    return []
+    return [int(entry.name) for entry in os.scandir("/proc/self/fd")]
 
 
 def _duplicate(fd: int) -> socket.socket:
     """Duplicate a socket of gRPC, so that its descriptor stays valid while in use; raises `OSError` for others."""
-    if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-        raise OSError(errno.ENOTSOCK, "not a socket")
     # gRPC's sockets do not block. A blocking socket belongs to other code of this process (`kvferry.serve`), and where
     # `socket.setdefaulttimeout` was called, Python would make the socket non-blocking for its owner as well.
-    if os.get_blocking(fd):
-        raise OSError(errno.EPERM, "not a socket of gRPC")
-    duplicate = os.dup(fd)
-    try:
-        return socket.socket(fileno=duplicate)
-    except OSError:
-        os.close(duplicate)
-        raise
+    if not stat.S_ISSOCK(os.fstat(fd).st_mode) or os.get_blocking(fd):
+        raise OSError("not a socket of gRPC")
+    return socket.socket(fileno=os.dup(fd))

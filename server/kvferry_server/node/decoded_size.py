@@ -6,7 +6,6 @@ walk follows the message's descriptor: it skips strings and bytes whole, and ent
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from functools import cache
 
@@ -109,12 +108,12 @@ class Decoded:
         most: the limit of `size`.
     """
 
-    def __init__(self, raw: bytes, shape: Shape, most: int = sys.maxsize) -> None:
+    def __init__(self, raw: bytes, shape: Shape) -> None:
         self._raw = raw
         self._shape = shape
         self.size = len(raw) + shape.size
         self.fields = 0
-        self.most = min(most, DECODED_FACTOR * len(raw) + DECODED_SPARE)
+        self.most = DECODED_FACTOR * len(raw) + DECODED_SPARE
 
     @property
     def fits(self) -> bool:

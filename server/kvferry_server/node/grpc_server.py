@@ -1,71 +1,54 @@
-"""grpcio's asyncio server, with a workaround for a bug by which any client can end it, and a shorter way for each call.
+"""grpcio's asyncio server, without a bug by which any client can end it, and with a shorter way for each call.
 
-grpcio 1.84 and 1.85 decode a call's path in the task that accepts all calls. A path that is not UTF-8 raises there, and
-the server shuts down with all its connections. The paths of registered methods are not decoded. So all methods of this
-server are registered, and a task here accepts calls with any other path and refuses them as not offered, without
-decoding or naming the path.
+grpcio decodes a call's path in the task that accepts all calls. A path that is not UTF-8 raises there, and the server
+shuts down with all its connections. The paths of registered methods are not decoded. So all methods of this server are
+registered, and a task here accepts calls with any other path and refuses them as not offered, without decoding or
+naming the path.
 
 Tasks here also accept the calls of registered methods. grpcio waits for the next call of all methods together, anew for
 each call, and each time looks up the handler and runs the interceptors.
 
-Only this file uses private parts of grpcio. Versions 1.80 to 1.82 do not have the bug and need no workaround, but all
-their methods share one queue. `kvferry_server.node.listen` replaces a server that ends nevertheless.
+Only this file uses private parts of grpcio, so pyproject.toml allows the versions that it was tried with.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
-import grpc
 import grpc.aio
 from grpc._cython import cygrpc
 from grpc.aio import _server as aio_server
 
-from kvferry._wire.channel import ONE_QUEUE_OPTIONS
 from kvferry_server.node.guard import UNKNOWN_METHOD, Guard, Handler, is_gone
-
-logger = logging.getLogger(__name__)
-
-_NEEDED = ("_schedule_rpc_coro", "_handle_stream_unary_rpc", "_handle_stream_stream_rpc")
-_CAN_MEND = hasattr(cygrpc.AioServer, "_make_request_call_future") and all(hasattr(cygrpc, name) for name in _NEEDED)
-"""Whether this version of grpcio has the parts that the workaround replaces."""
 
 
 class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
-    """grpcio's server. Given guarded `handlers` by path, and a handler of `unknown` methods, it accepts all calls
-    itself: one task for each method, and one for unknown methods. The future `ended` gets the reason if the server ends
-    without being stopped."""
+    """grpcio's server, which accepts all calls itself: one task for each method of `handlers`, by path, and one for
+    `unknown` methods. The future `failed` gets the reason if the server ends without being stopped."""
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        interceptors: tuple[Any, ...],
-        options: Any,
-        handlers: Mapping[str, Handler] | None,
-        unknown: Handler | None,
-    ) -> None:
-        super().__init__(loop, None, (), interceptors, options, None)
-        self.ended: asyncio.Future[BaseException] = loop.create_future()
-        # Kept here because grpcio's own attributes cannot be read from Python.
-        self._known = (loop, handlers or {}, unknown)
+    def __init__(self, loop: asyncio.AbstractEventLoop, options: Sequence[tuple[str, Any]]) -> None:
+        super().__init__(loop, None, (), (), tuple(options), None)
+        self.failed: asyncio.Future[BaseException] = loop.create_future()
+        self.handlers: dict[str, Handler] = {}
+        self.unknown: Handler | None = None
+        # Kept here because grpcio's own attribute cannot be read from Python.
+        self._event_loop = loop
         self._calls: set[asyncio.Task[None]] = set()
 
     def _make_request_call_future(self, method: bytes | None) -> Any:
-        loop, handlers, unknown = self._known
-        if unknown is None:
-            return super()._make_request_call_future(method)
         if method is None:
-            return loop.create_task(self._accept(self._request_call, UNKNOWN_METHOD, unknown))
-        path = method.decode()
-        return loop.create_task(self._accept(partial(self._request_registered_call, method), path, handlers[path]))
+            accepting = self._accept(self._request_call, UNKNOWN_METHOD, self.unknown)
+        else:
+            path = method.decode()
+            accepting = self._accept(partial(self._request_registered_call, method), path, self.handlers[path])
+        return self._event_loop.create_task(accepting)
 
-    async def _accept(self, next_call: Callable[[], Awaitable[Any]], path: str, handler: Handler) -> None:
+    async def _accept(self, next_call: Callable[[], Awaitable[Any]], path: str, handler: Any) -> None:
         """Accept calls of one method until the server stops. Ends with the error of grpcio's task for one call."""
-        loop, *_ = self._known
+        loop = self._event_loop
         handle = cygrpc._handle_stream_stream_rpc if handler.response_streaming else cygrpc._handle_stream_unary_rpc
         while True:
             state = await next_call()
@@ -78,24 +61,26 @@ class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
         super()._serving_task_crash_handler(task)
         # `wait_for_termination` does not return while calls go on.
         error = None if task.cancelled() else task.exception()
-        if error is not None and not self.ended.done():
-            self.ended.set_result(error)
+        if error is not None and not self.failed.done():
+            self.failed.set_result(error)
 
 
 class Server(aio_server.Server):
-    """`grpc.aio.Server` around `_AioServer`."""
+    """`grpc.aio.Server` around `_AioServer`, for the running event loop, without addresses and services yet. `options`
+    are gRPC channel arguments."""
 
-    def __init__(
-        self,
-        interceptors: tuple[grpc.aio.ServerInterceptor, ...],
-        options: Sequence[tuple[str, Any]],
-        handlers: Mapping[str, Handler] | None = None,
-        unknown: Handler | None = None,
-    ) -> None:
+    def __init__(self, options: Sequence[tuple[str, Any]]) -> None:
         self._loop = cygrpc.get_working_loop()
-        self._server = _AioServer(self._loop, interceptors, tuple(options), handlers, unknown)
-        if handlers:
-            self._server.add_registered_method_handlers(handlers)
+        self._server = _AioServer(self._loop, options)
+
+    def offer(self, guard: Guard, add: Callable[[Any], None]) -> None:
+        """Offer services, once, before the start. `add` passes its argument to the generated ``add_…_to_server``
+        functions; the guard wraps every call, also of unknown methods."""
+        services = _Services()
+        add(services)
+        self._server.handlers = {path: guard.guarded(path, handler) for path, handler in services.handlers.items()}
+        self._server.unknown = guard.guarded(UNKNOWN_METHOD, None)
+        self._server.add_registered_method_handlers(self._server.handlers)
 
     async def stop(self, grace: float | None) -> None:
         """Stop as `grpc.aio.Server.stop` does, also after the server has ended without a stop."""
@@ -103,18 +88,18 @@ class Server(aio_server.Server):
             await super().stop(grace)
         except Exception:
             # After such an end the first stop raises the reason before it has finished: stop again.
-            if not self._server.ended.done():
+            if not self._server.failed.done():
                 raise
             await super().stop(grace)
 
-    async def ended(self) -> BaseException:
+    async def failed(self) -> BaseException:
         """Wait until the server ends without a stop. Returns the reason."""
-        error: BaseException = await asyncio.shield(self._server.ended)
+        error: BaseException = await asyncio.shield(self._server.failed)
         return error
 
 
-class _Collected:
-    """Collects handlers by path: stands in for a server in the generated `add_…_to_server`."""
+class _Services:
+    """Stands in for a server in the generated `add_…_to_server`: collects handlers by path."""
 
     def __init__(self) -> None:
         self.handlers: dict[str, Handler] = {}
@@ -135,19 +120,3 @@ async def _quietly(handling: Awaitable[None]) -> None:
         if is_gone(error):
             raise asyncio.CancelledError("the call has ended") from None
         raise
-
-
-def make_server(guard: Guard, options: Sequence[tuple[str, Any]], add: Callable[[Any], None]) -> Server:
-    """Make a server for the running event loop, without an address yet.
-
-    The guard wraps every call, also of unknown methods. `options` are gRPC channel arguments. `add` passes its argument
-    to the generated ``add_…_to_server`` functions.
-    """
-    if not _CAN_MEND:
-        server = Server((guard,), tuple({**dict(options), **dict(ONE_QUEUE_OPTIONS)}.items()))
-        add(server)
-        return server
-    collected = _Collected()
-    add(collected)
-    handlers = {path: guard.guarded(path, handler) for path, handler in collected.handlers.items()}
-    return Server((), options, handlers, guard.guarded(UNKNOWN_METHOD, None))

@@ -1,4 +1,4 @@
-"""The guard: an interceptor around every handler of a node server.
+"""The guard around every handler of a node server.
 
 - Errors leave a server only through the guard: typed errors as their status; any other exception as INTERNAL, without
   its text, but with an id that is also in the log.
@@ -19,6 +19,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
+from time import perf_counter
 from typing import Any, NoReturn, TypeAlias, cast
 
 import grpc
@@ -26,11 +27,12 @@ import grpc.aio
 
 from kvferry._wire.status import to_status
 from kvferry.errors import DeadlineRequired, InternalError, KvferryError, NotImplementedHere, ServerDraining
-from kvferry_server.admin.node_state import CallCounts
+from kvferry.stats import Distribution
+from kvferry_server.admin.node_state import ABORTED, BOUNDS, INTERNAL, LEFT, OK, CallCounts
 from kvferry_server.domain.limits import Budget, check_budget
 from kvferry_server.node.connections import end_connection
 from kvferry_server.node.limits import ANSWER_TIMEOUT, LARGE_MESSAGE, MAX_PENDING_ANSWERS, RETRY_AFTER
-from kvferry_server.node.requests import KV_TRANSFER, Decode, HeldRequest, Requests
+from kvferry_server.node.requests import KV_TRANSFER, HeldRequest, Requests
 from kvferry_server.node.tracing import Behaviour, Traced, untraced
 from kvferry_server.servicers.access import Access
 from kvferry_server.servicers.callers import Context, host_of, on_end
@@ -44,6 +46,8 @@ never waits, and operators' tools (`buf curl`, `grpcurl`) send no deadline."""
 UNKNOWN_METHOD = "the called method"  # Stands for the path of a call to an unknown method, which is never decoded
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Encode: TypeAlias = Callable[[Any], bytes]
+Work: TypeAlias = Callable[[Context, str], Awaitable[Any]]
+"""What a call does, given its context and the caller's host."""
 
 PAGED_ANSWERS = frozenset({KV_TRANSFER + "Handshake"})
 """Streams that carry one answer in several messages. Their requests may be as large as those of unary calls."""
@@ -53,7 +57,7 @@ WAITING = frozenset({KV_TRANSFER + "ReadBlocks"})
 ends their waits."""
 
 
-class Guard(grpc.aio.ServerInterceptor):
+class Guard:
     """Wraps every handler of one gRPC server; see the module. Belongs to one event loop.
 
     Attributes:
@@ -83,14 +87,6 @@ class Guard(grpc.aio.ServerInterceptor):
         self._open: set[asyncio.Task[Any]] = set()
         self._ending = False
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler:
-        """Return the guarded handler of a call, for servers that look up their handlers call by call."""
-        return self.guarded(handler_call_details.method, await continuation(handler_call_details))
-
     def guarded(self, method: str, handler: Handler | None) -> Handler:
         """Wrap the handler of a method; without a handler, make one that refuses calls.
 
@@ -98,28 +94,22 @@ class Guard(grpc.aio.ServerInterceptor):
         before it calls the handler. A single answer stays single: gRPC sends it in one piece with the status.
         """
         if handler is None:
-
-            async def refuse(_: object, context: Context) -> None:
-                try:
-                    host = host_of(context.peer())
-                    self._start(self.calls, host)
-                    try:
-                        await self.requests.raw(context, host)
-                    finally:
-                        self.calls.give(host)
-                    raise _not_offered(method)
-                except Exception as error:
-                    await self._abort(context, method, error)
-
             # The names of unknown methods come from strangers, so they do not become labels of metrics.
-            return grpc.stream_unary_rpc_method_handler(self._counts.counted(UNKNOWN_METHOD, refuse, timed=True))
-        decode, encode = handler.request_deserializer, _encoder(handler.response_serializer)
+            refusing = self._limited(method, "unknown", self.calls, partial(self._refuse, method), timed=True)
+            return grpc.stream_unary_rpc_method_handler(refusing)
+        work, waits = self._work(method, handler), method in WAITING
         if handler.unary_unary is not None:
-            call = self._guarded_call(method, handler.unary_unary, decode, encode)
+            call = self._limited(method, method[1:], self.streams if waits else self.calls, work, timed=not waits)
             return grpc.stream_unary_rpc_method_handler(self._traced(method, call))
-        behaviour: Any = handler.unary_stream or handler.stream_stream
-        guarded = self._guarded_stream(method, behaviour, decode, one_request=handler.unary_stream is not None)
-        return grpc.stream_stream_rpc_method_handler(self._traced(method, guarded), None, encode)
+        stream = self._ended_by_stop(work)
+        call = self._limited(method, method[1:], self.streams, stream, timed=method in PAGED_ANSWERS)
+        encode = _encoder(handler.response_serializer)
+        return grpc.stream_stream_rpc_method_handler(self._traced(method, call), None, encode)
+
+    @property
+    def budgets(self) -> dict[str, Budget]:
+        memory = self.requests.memory
+        return {"calls": self.calls, "streams": self.streams, "answers": self.answers, "requests": memory}
 
     def end_streams(self) -> None:
         """End all open and later streams with DRAINING."""
@@ -133,42 +123,108 @@ class Guard(grpc.aio.ServerInterceptor):
             await asyncio.wait(tuple(self._open), timeout=timeout)
         return not self._open
 
-    def _guarded_call(self, method: str, behaviour: Behaviour, decode: Decode, encode: Encode) -> Behaviour:
-        waits = method in WAITING
-        budget = self.streams if waits else self.calls
+    async def _refuse(self, method: str, context: Context, host: str) -> None:
+        await self.requests.raw(context, host)
+        raise _not_offered(method)
 
-        async def call(_: object, context: Context) -> bytes:
+    def _work(self, method: str, handler: Handler) -> Work:
+        """Read, check and answer a call. Returns the encoded answer of a unary call."""
+        behaviour: Any = handler.unary_unary or handler.unary_stream or handler.stream_stream
+        decode, encode = handler.request_deserializer, _encoder(handler.response_serializer)
+
+        async def work(context: Context, host: str) -> bytes | None:
+            held: HeldRequest | None = None
+            answer, write = None, context.write
             try:
-                peer = context.peer()
-                host = host_of(peer)
-                self._start(budget, host)
-                held: HeldRequest | None = None
-                try:
-                    self._admit(method, context)
+                self._admit(method, context)
+                request: Any = self.requests.each(decode, context, host)
+                if not handler.request_streaming:
                     request, held = await self.requests.read(method, decode, context, host)
-                    self._access.check(method, request, context)
+                    if method in PAGED_ANSWERS:
+                        write = partial(_write_page, context, held)
+                self._access.check(method, request, context)
+                if handler.response_streaming:
+                    await _drive(behaviour(request, context), write)
+                else:
                     answer = encode(await behaviour(request, context))
+            finally:
+                # An error that leaves this frame keeps the frame for a while, but must not keep the request.
+                request = None
+                if held is not None:
+                    held.free()
+            if answer is not None:
+                self._send(context, host, len(answer))
+            return answer
+
+        return work
+
+    def _ended_by_stop(self, work: Work) -> Work:
+        """Let `end_streams` end a stream."""
+
+        async def stream(context: Context, host: str) -> None:
+            task = cast("asyncio.Task[Any]", asyncio.current_task())
+            self._open.add(task)
+            try:
+                if self._ending:
+                    raise _draining()
+                await work(context, host)
+            except asyncio.CancelledError:
+                # Either the client has left, or the server ends its streams.
+                if not self._ending:
+                    raise
+                raise _draining() from None
+            finally:
+                self._open.discard(task)
+
+        return stream
+
+    def _limited(self, method: str, name: str, budget: Budget, work: Work, *, timed: bool) -> Behaviour:
+        """Return a handler that counts calls of `work` against a budget and, by `name`, in metrics, and ends those that
+        fail with a status. `timed`: the calls do not wait for news, so that their duration says something."""
+        results = self._counts.results
+        # Both from the start, because a rate needs a first value.
+        results[name, OK] += 0
+        results[name, INTERNAL] += 0
+        taken = self._counts.taken.setdefault(name, Distribution(BOUNDS)) if timed else None
+
+        async def call(_: object, context: Context) -> Any:
+            began, result = perf_counter(), LEFT
+            try:
+                host = host_of(context.peer())
+                if host or budget.used >= budget.capacity:
+                    check_budget("max_calls" if budget is self.calls else "max_streams", budget, host, RETRY_AFTER)
+                budget.take(host)
+                try:
+                    answer = await work(context, host)
                 finally:
-                    # An error that leaves this frame keeps the frame for a while, but must not keep the request.
-                    request = None
-                    if held is not None:
-                        held.free()
                     budget.give(host)
-                self._send(context, peer, host, len(answer))
+                result = OK
                 return answer
             except Exception as error:
-                await self._abort(context, method, error)
+                if is_gone(error):
+                    # For any other error gRPC would log each call whose client has left.
+                    raise asyncio.CancelledError("the call has ended") from None
+                # The handler may have aborted the call itself, as the health servicer does.
+                if isinstance(error, grpc.aio.AbortError):
+                    result = ABORTED
+                    raise
+                result = (error.reason if isinstance(error, KvferryError) else "") or INTERNAL
+                await self._abort(context, method, result, error)
+            finally:
+                results[name, result] += 1
+                if taken is not None:
+                    taken.add(perf_counter() - began)
 
-        return self._counts.counted(method, call, timed=not waits)
+        return call
 
-    def _send(self, context: Context, peer: str, host: str, size: int) -> None:
+    def _send(self, context: Context, host: str, size: int) -> None:
         """Count a large answer, which gRPC sends next, until the client has taken it. A client that takes nothing for
         `ANSWER_TIMEOUT` loses its connection. Raises `LimitReached` if too many bytes wait already."""
         size = size if size >= LARGE_MESSAGE else 0
         if size:
             check_budget("answers", self.answers, host, RETRY_AFTER, size)
             self.answers.take(host, size)
-        timer = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT, end_connection, peer)
+        timer = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT, lambda: end_connection(context.peer()))
 
         def sent() -> None:
             timer.cancel()
@@ -177,48 +233,6 @@ class Guard(grpc.aio.ServerInterceptor):
 
         on_end(context, sent)
 
-    def _guarded_stream(self, method: str, behaviour: Behaviour, decode: Decode, *, one_request: bool) -> Behaviour:
-        async def stream(_: object, context: Context) -> None:
-            try:
-                self._open.add(_this_task())
-                if self._ending:
-                    raise _draining()
-                host = host_of(context.peer())
-                self._start(self.streams, host)
-                held: HeldRequest | None = None
-                try:
-                    self._admit(method, context)
-                    write = context.write
-                    request: Any = self.requests.each(decode, context, host)
-                    if one_request:
-                        request, held = await self.requests.read(method, decode, context, host)
-                        if method in PAGED_ANSWERS:
-                            write = partial(_write_page, context, held)
-                    self._access.check(method, request, context)
-                    await _drive(behaviour(request, context), write)
-                finally:
-                    request = None
-                    if held is not None:
-                        held.free()
-                    self.streams.give(host)
-            except asyncio.CancelledError:
-                # Either the client has left, or the server ends its streams.
-                if not self._ending:
-                    raise
-                await self._abort(context, method, _draining())
-            except Exception as error:
-                await self._abort(context, method, error)
-            finally:
-                self._open.discard(_this_task())
-
-        return self._counts.counted(method, stream, timed=method in PAGED_ANSWERS)
-
-    def _start(self, budget: Budget, host: str) -> None:
-        """Count a call or stream of a host; raises `LimitReached` if the host may not start one."""
-        if host or budget.used >= budget.capacity:
-            check_budget("max_calls" if budget is self.calls else "max_streams", budget, host, RETRY_AFTER)
-        budget.take(host)
-
     def _admit(self, method: str, context: Context) -> None:
         """Raise an error if the caller may not make the call, whatever the request says."""
         needs_deadline = method.startswith(KV_TRANSFER) and method not in WITHOUT_DEADLINE
@@ -226,16 +240,11 @@ class Guard(grpc.aio.ServerInterceptor):
             raise DeadlineRequired(f"{method} needs a deadline: set a timeout for the call")
         self._access.admit(method, context)
 
-    async def _abort(self, context: Context, method: str, error: Exception) -> NoReturn:
-        if is_gone(error):
-            raise _left() from None
-        reason = error.reason if isinstance(error, KvferryError) else "INTERNAL"
-        values = error.values if isinstance(error, KvferryError) else {}
-        # The handler may have aborted the call itself, as the health servicer does.
-        aborted = isinstance(error, grpc.aio.AbortError)
-        self._counts.refused(method, context.peer(), "" if aborted else reason or "INTERNAL", values)
-        if aborted:
-            raise error
+    async def _abort(self, context: Context, method: str, reason: str, error: Exception) -> NoReturn:
+        if self._counts.events is not None:
+            values = error.values if isinstance(error, KvferryError) else {}
+            peer = context.peer().rstrip(":")
+            self._counts.events.refusal(method.rpartition("/")[2], reason, values, {"peer": peer})
         status = to_status(_told(error, method))
         # The frames of the handler hold the request, and the error and its frames form a cycle, which would last until
         # the next garbage collection. When that comes depends on the number of objects, not on their size.
@@ -246,7 +255,7 @@ class Guard(grpc.aio.ServerInterceptor):
         except grpc.aio.BaseError as failed:
             # AbortError is the normal case.
             if is_gone(failed):
-                raise _left() from None
+                raise asyncio.CancelledError("the call has ended") from None
             raise
         raise InternalError(f"{method} goes on after it was aborted")
 
@@ -269,10 +278,6 @@ def _not_offered(method: str) -> NotImplementedHere:
     )
 
 
-def _this_task() -> asyncio.Task[Any]:
-    return cast("asyncio.Task[Any]", asyncio.current_task())
-
-
 def _draining() -> ServerDraining:
     return ServerDraining("this node server is draining: it serves again when kvferryd has been restarted")
 
@@ -288,7 +293,9 @@ async def _drive(answer: AsyncGenerator[Any, None] | Awaitable[None], write: Cal
 
 
 async def _write_page(context: Context, held: HeldRequest, page: Any) -> None:
-    await held.wait_for_peer(_taken(context, context.write(page)))
+    # All pages are there before the first is written.
+    held.end_turn()
+    await _taken(context, context.write(page))
 
 
 async def _taken(context: Context, sending: Awaitable[None]) -> None:
@@ -310,8 +317,3 @@ def is_gone(error: Exception) -> bool:
     """Whether the client has left, or gRPC's server has stopped."""
     wrong_use = grpc.aio.AbortError | grpc.aio.UsageError
     return isinstance(error, grpc.aio.BaseError) and not isinstance(error, wrong_use)
-
-
-def _left() -> asyncio.CancelledError:
-    # For any other error gRPC would log each call whose client has left.
-    return asyncio.CancelledError("the call has ended")

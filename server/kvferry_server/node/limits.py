@@ -24,10 +24,6 @@ about 4, numbers of one byte 9, and groups of one block with the shortest names 
 
 DECODED_SPARE = 256 * 1024  # What a decoded request may take in any case: a thousand notifications without content, say
 
-MAX_DECODED_QUERIES = 16 << 20
-"""A decoded request for checksums: 524,288 places of one block each, in two lists, and the longest names of 4,096
-planes take 13 MiB."""
-
 MAX_FIELDS = 1 << 18
 """Fields that the walk over a request looks at to find its decoded size, not counting those of messages without lists:
 a quarter of a second of work. The largest geometries have 180,000, in regions of twenty bytes."""
@@ -41,7 +37,6 @@ connections of the admin listener."""
 
 MIN_CONNECTIONS = 8  # Connections that each listener gets at least
 FULL_CONNECTIONS = 0.75  # Fraction of connections in use above which the host with the most loses its newest ones
-PORT_TRIES = 20  # Free ports that are tried until one is free on every address of a host name
 MAX_HOME_MEMORY = 1 << 30  # Most of a home's budget if the setting `memory` is 0. Far above what working engines need
 MIN_HOME_MEMORY = 16 << 20  # Least of a home's budget
 
@@ -65,10 +60,6 @@ LEASE_POLL = 0.05  # Between two checks whether leases are still live, during a 
 STOP_MARGIN = 10.0
 """How long a drained server may take to end its connections, home and threads, before its service manager kills it."""
 
-RESTART_PAUSE = 0.1
-"""Least time between two starts of a gRPC server on one address: a client that can end one can end the next at once."""
-
-RESTART_LOG_PAUSE = 10.0  # Least time between two log lines about gRPC servers that ended
 CONNECTION_POLL = 0.5  # Between two checks of the number of connections
 SWITCH_INTERVAL = 0.0005  # How long a thread may keep the interpreter while another thread waits for it
 CERTIFICATE_POLL = 2.0  # Between two looks at whether the TLS files have changed

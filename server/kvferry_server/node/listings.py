@@ -57,17 +57,16 @@ class Listings:
         """Write changes at once, repeat failed writes, and renew in time, until `stop`; then withdraw."""
         loop = asyncio.get_running_loop()
         wanted: tuple[Listing, ...] = ()
-        # `pending` until what is wanted has been written: after a failed attempt it is not known what is listed.
-        pending, published, failing, pause, due = True, False, False, 0.0, 0.0
+        listed: tuple[Listing, ...] | None = None  # None: unknown, at the start and after a failed attempt
+        published, failing, pause, due = False, False, 0.0, 0.0
         while not self._stopping.done():
             # A draining home keeps its listings until it stops.
             if not self._home.draining:
-                before, wanted = wanted, self._engines()
-                pending = pending or wanted != before
-            if loop.time() >= due or (pending and not failing):
+                wanted = self._engines()
+            if loop.time() >= due or (wanted != listed and not failing):
                 publish = partial(self._directory.publish, self._home.advertise, wanted, self._ttl)
                 try:
-                    await asyncio.to_thread(publish if pending else self._directory.renew)
+                    await asyncio.to_thread(publish if wanted != listed else self._directory.renew)
                 except Exception as error:
                     # Any error, such as a system that refuses threads: if this task ended, so would the listings.
                     if not failing:
@@ -75,11 +74,11 @@ class Listings:
                         unexpected = None if isinstance(error, KvferryError) else error
                         logger.warning("engines are not listed: %s; trying again", error, exc_info=unexpected)
                     pause = min(2 * pause if failing else RETRY_FIRST, self._ttl / 3)
-                    failing = True
+                    failing, listed = True, None
                 else:
                     if failing:
                         logger.info("engines are listed again in %s", self._directory.name)
-                    pending, published, failing, pause = False, True, False, self._ttl / 3
+                    published, failing, listed, pause = True, False, wanted, self._ttl / 3
                 due = loop.time() + pause
             await asyncio.wait([self._stopping], timeout=min(LISTING_POLL, pause))
         if not published:

@@ -19,29 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ByteSize, ValidationError
-from pydantic_settings import BaseSettings, TomlConfigSettingsSource
 
-from kvferry._wire.channel import MAX_CLIENT_CHAIN_BYTES, Address, chain_bytes, read_tls, tls_problems
+from kvferry._directory.file import parse_toml
+from kvferry._wire.channel import read_tls
 from kvferry.errors import InvalidField, KvferryError
 from kvferry_server.node.certificates import check_in_time, validity
 from kvferry_server.node.config import ENV_PREFIX, GROUPS, NodeConfig, shown
 from kvferry_server.node.limits import WORKING_MEMORY
-from kvferry_server.node.listen import advertised, check_exposure
 from kvferry_server.node.memory import memory_limit
 from kvferry_server.node.policy_file import read_policy
 
 CONFIG_FILE = ENV_PREFIX + "CONFIG"
-CLIENT_PREFIX = "KVFERRY_"  # Of variables that the command line and engines read; once also of kvferryd's settings
-_NAMES = (
-    "SERVER ADDRESS ALLOWED_HOMES DIRECTORY ENGINE_ID LAYER_NAMES PREFIX_SHARE PREFIX_WAIT PROMPT_CHECK READ_TIMEOUT "
-    "START_TIMEOUT TLS_CA TLS_CERT TLS_KEY"
-)
-OF_CLIENTS = tuple(f"{CLIENT_PREFIX}{name}" for name in _NAMES.split())
-"""Variables that the command line and engines read."""
-
-OF_KUBERNETES = re.compile(r"KVFERRY\w*_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_\w+)=.*|KVFERRY\w*_PORT=\w+://.*")
+OF_KUBERNETES = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_\w+)=.*|\w+_PORT=\w+://.*")
 """Variables, ``NAME=VALUE``, that Kubernetes sets in every container beside a Service whose name begins with
-kvferry."""
+kvferryd."""
 
 
 class BadConfig(KvferryError):
@@ -110,31 +101,23 @@ def config_file(flag: str | None) -> Path | None:
     return Path(name) if name else None
 
 
-def misread_variables(environment: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Return a sentence for each variable with the former name of a setting: ignoring it could mean to serve without
-    the policy that was set. And one for each other variable that has a prefix of kvferry and may be meant for kvferryd,
-    but is not read; it names the variable that was probably meant, and shows no value. Both in order."""
-    settings = [ENV_PREFIX + name.upper() for name in NodeConfig.model_fields]
-    known = sorted({*settings, CONFIG_FILE, *OF_CLIENTS})
+def unread_variables(environment: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each variable that is probably meant for kvferryd, but that it does not read. Values are
+    not shown."""
+    known = {ENV_PREFIX + name.upper() for name in NodeConfig.model_fields} | {CONFIG_FILE}
     # The names of settings may have any case.
     given = {name.upper() for name in environment}
-    renamed, unread = [], []
+    lines = []
     for name, value in sorted(environment.items()):
-        upper, setting = name.upper(), _setting(name)
-        if upper in OF_CLIENTS:
-            if setting and ENV_PREFIX + setting not in given:
-                unread.append(f"{name} is read by clients only; kvferryd reads {ENV_PREFIX}{setting}")
-        elif setting:
-            renamed.append(f"{name} is not read any more: its name is {ENV_PREFIX}{setting} now")
-        elif upper.startswith((ENV_PREFIX, CLIENT_PREFIX)) and upper not in known:
-            if OF_KUBERNETES.fullmatch(f"{name}={value}"):
-                continue
-            # Compared without the prefixes, which would make all names alike.
-            rest = [one.partition("_")[2] for one in known]
-            close = difflib.get_close_matches(upper.partition("_")[2], rest, n=1)
-            meant = f"; did you mean {known[rest.index(close[0])]}?" if close else ""
-            unread.append(f"nothing reads the variable {name}{meant}")
-    return renamed, unread
+        upper = name.upper()
+        # Clients' prefix, which was once kvferryd's, too.
+        meant = upper.replace("KVFERRY_", ENV_PREFIX, 1)
+        if meant != upper and meant in known - given:
+            lines.append(f"kvferryd does not read {name}; the name of its variable is {meant}")
+        elif upper.startswith(ENV_PREFIX) and upper not in known and not OF_KUBERNETES.fullmatch(f"{upper}={value}"):
+            close = difflib.get_close_matches(upper, known, n=1, cutoff=0.8)
+            lines.append(f"nothing reads the variable {name}" + (f"; did you mean {close[0]}?" if close else ""))
+    return lines
 
 
 def _validated(values: Mapping[str, Any], origins: Mapping[str, str]) -> NodeConfig:
@@ -167,34 +150,30 @@ def _flag(name: str) -> str:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    # pydantic's source skips files that do not exist, but this file was named.
-    problem = f"{path} does not exist"
     try:
-        if path.is_file():
-            return TomlConfigSettingsSource(BaseSettings, path)()
-    except (OSError, ValueError, RecursionError) as error:
+        return parse_toml(path.read_text())
+    except OSError as error:
+        problem = f"{path}: {error.strerror}"
+    except (ValueError, RecursionError) as error:
         problem = f"{path}: {error}"
     raise BadConfig(problem, setting="config", value=path, origin="--config", problem=problem)
 
 
-def _setting(name: str) -> str:
-    """Return kvferryd's setting, in upper case, that a variable with the clients' prefix names; empty: none."""
-    setting = name.upper().removeprefix(CLIENT_PREFIX)
-    found = setting != name.upper() and (setting.lower() in NodeConfig.model_fields or setting == "CONFIG")
-    return setting if found else ""
-
-
 def file_problems(loaded: Loaded) -> list[str]:
-    """Return a line for each unusable file, and for addresses with which kvferryd would not start: the setting, its
-    value and origin, and the expected value."""
+    """Return a line for each unusable file: the setting, its value and origin, and the expected value."""
     config = loaded.config
-    problems = list[InvalidField]() if config.tls is None else tls_problems(config.tls)
-    checks = (_check_policy, _check_addresses) if problems else (_check_dates, _check_policy, _check_addresses)
-    for check in checks:
-        try:
-            check(config)
-        except InvalidField as error:
-            problems.append(error)
+    tls, policy = config.tls, config.policy
+    problems: list[InvalidField] = []
+    try:
+        if tls is not None:
+            check_in_time(tls, validity(read_tls(tls), tls), time.time())
+    except InvalidField as error:
+        problems.append(error)
+    try:
+        if policy is not None:
+            read_policy(policy)
+    except InvalidField as error:
+        problems.append(error)
     return [
         f"{error.values['field']} is {error.values['value']} (from {loaded.origins[error.values['field']]}): "
         f"expected {error.values['expected']}"
@@ -217,36 +196,3 @@ def memory_problems(loaded: Loaded) -> list[str]:
 
 def _mib(size: int) -> str:
     return f"{size >> 20} MiB"
-
-
-def warnings(config: NodeConfig) -> list[str]:
-    """Return a line for each file that can be used only in part."""
-    if config.tls is None or config.tls.cert is None or config.tls.ca is None:
-        return []
-    try:
-        size = chain_bytes(config.tls.cert.read_bytes())
-    except OSError:
-        return []
-    if size <= MAX_CLIENT_CHAIN_BYTES:
-        return []
-    return [
-        f"tls_cert has {size} bytes of certificates: this server can show them, but gRPC's servers take at most "
-        f"{MAX_CLIENT_CHAIN_BYTES} from a client, so it cannot relay to other homes, and engines cannot use this file"
-    ]
-
-
-def _check_dates(config: NodeConfig) -> None:
-    if config.tls is not None:
-        check_in_time(config.tls, validity(read_tls(config.tls), config.tls), time.time())
-
-
-def _check_policy(config: NodeConfig) -> None:
-    if config.policy is not None:
-        read_policy(config.policy)
-
-
-def _check_addresses(config: NodeConfig) -> None:
-    """Raise `InvalidField` as the start of kvferryd would, without taking a port."""
-    check_exposure(config)
-    unix = config.unix_path
-    advertised(config.advertise, config.listen_address, Address(path=str(unix)) if unix is not None else None)

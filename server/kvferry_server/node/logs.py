@@ -1,25 +1,25 @@
 """kvferryd's log: its format, lines of text or of JSON objects, and the lines that native code writes to stderr.
 
-gRPC's library knows neither the format of the log nor a limit, and reports failed TLS handshakes nowhere else. So
-kvferryd replaces file descriptor 2 by a socket, which a thread reads and logs (`NativeLog`). A second process writes to
-the real stderr what the thread has not read when kvferryd ends: the last words of a crash. This is for kvferryd only:
-the stderr of a process that embeds a node server (`kvferry.serve`) belongs to that process.
+gRPC's library knows neither the format of the log nor a limit, and reports failed TLS handshakes nowhere else. So file
+descriptor 2 of kvferryd is a pipe, and a second process logs what comes out of it (`NativeLog`), also the last words of
+a crash. This is for kvferryd only: the stderr of a process that embeds a node server (`kvferry.serve`) belongs to that
+process.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import logging
+import mmap
 import os
 import re
+import select
 import signal
-import socket
 import sys
-import threading
-from collections import Counter
 from pathlib import Path
+from typing import NoReturn
 
-from kvferry_server.domain.event_log import EventLog
+from kvferry_server.domain.journal import EventLog
 from kvferry_server.domain.times import BOOT
 
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != 9} | {
@@ -29,7 +29,7 @@ CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if 
 """Escapes of characters that begin a new line or control a terminal. Names in messages come from strangers."""
 
 MOST_LINE = 2048  # Bytes of a line that are logged; longer lines are cut
-CLOSE_TIMEOUT = 2.0  # Seconds that `close` waits for the thread to read the rest
+CLOSE_TIMEOUT = 2.0  # Seconds that `close` waits until the last lines are in the log
 
 GRPC_LINE = re.compile(r"([IWEF])\d{4} [\d:.]+ +\d+ ([\w.]+):\d+\] (.*)", re.DOTALL)
 LEVELS = {"I": logging.INFO, "W": logging.WARNING, "E": logging.ERROR, "F": logging.CRITICAL}
@@ -85,11 +85,12 @@ def _json_lines() -> logging.Formatter:
 
 
 class NativeLog:
-    """Reads from file descriptor 2, from construction until `close`. Meanwhile `sys.stderr` is a new file for the real
-    stderr. `failed_handshakes` counts failed TLS handshakes by reason."""
+    """The log of native code, until `close`; with `verbose` also of gRPC's INFO lines. Meanwhile `sys.stderr` is a new
+    file for the real stderr. To be made before there are threads, and before gRPC's first use."""
 
-    def __init__(self) -> None:
-        self.failed_handshakes: Counter[str] = Counter(dict.fromkeys(ALL_REASONS, 0))
+    def __init__(self, level: str, form: str, *, verbose: bool) -> None:
+        # The other process counts, in memory that both have.
+        self._counts = memoryview(mmap.mmap(-1, 8 * len(ALL_REASONS))).cast("Q")
         if sys.stderr is None:
             # Descriptor 2 was closed when the process began. A connection could get the number.
             sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
@@ -101,56 +102,58 @@ class NativeLog:
         sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace", closefd=False)
         # To the real stderr: a container ends with its first process, so no second process could write the rest.
         faulthandler.enable(sys.stderr)
-        self._reading, writing = socket.socketpair()
-        with writing:
+        set_up_logging(level, form)
+        # gRPC may also read it at its first use. Set any earlier, gRPC would warn about it outside the log.
+        os.environ.setdefault("GRPC_VERBOSITY", "INFO")
+        lines, writing = os.pipe()
+        self._ended, ending = os.pipe()
+        try:
+            process = os.fork()
+        except OSError as error:
+            logging.warning("lines of native code are not in the log's format: %s", error.strerror)
+        else:
+            if not process:
+                os.close(writing)
+                self._log_until_end(lines, verbose=verbose)
             # A line may be lost, but no thread of gRPC may wait.
-            writing.setblocking(False)
-            self._keeper = _keep_last_words(self._reading, writing, self._real)
-            os.dup2(writing.fileno(), 2)
-        self._thread: threading.Thread | None = None
+            os.set_blocking(writing, False)
+            os.dup2(writing, 2)
+        for fd in (lines, writing, ending):
+            os.close(fd)
 
-    def start(self, *, verbose: bool) -> None:
-        """Begin to write lines to the log, which must be set up; with `verbose` also gRPC's INFO lines. Strangers cause
-        lines, so the rate is bounded."""
-        self._thread = threading.Thread(target=self._read, args=(verbose,), name="kvferry-native-log", daemon=True)
-        self._thread.start()
+    def failed_handshakes(self) -> dict[str, int]:
+        """Return the numbers of failed TLS handshakes by reason."""
+        return dict(zip(ALL_REASONS, self._counts, strict=True))
 
     def close(self) -> None:
-        """Restore file descriptor 2, and wait until all lines have been read. Idempotent."""
+        """Restore file descriptor 2, and wait until all lines are in the log. Idempotent."""
         real, self._real = self._real, -1
         if real < 0:
             return
         os.dup2(real, 2)
         os.close(real)
-        if self._thread is not None:
-            self._thread.join(CLOSE_TIMEOUT)
-        if self._keeper is not None:
-            # Not waited for: a reader of stderr that does not read may block the process.
-            os.close(self._keeper)
+        # Not for longer: a reader of stderr that does not read may block the other process.
+        select.select([self._ended], [], [], CLOSE_TIMEOUT)
+        os.close(self._ended)
         sys.stderr = self._before
         faulthandler.disable()
 
-    def _read(self, verbose: bool) -> None:
-        events = EventLog(BOOT)
-        rest, cut = b"", False
-        while got := self._reading.recv(1 << 16, socket.MSG_PEEK):
-            *lines, rest = (rest + got).split(b"\n")
-            for line in lines:
-                if not cut:
-                    self._write(line, events, verbose=verbose)
-                cut = False
-            if len(rest) > MOST_LINE:
-                # The end of the line is still to come.
-                if not cut:
-                    self._write(rest, events, verbose=verbose)
-                rest, cut = b"", True
-            # Taken only now that the text is in the log: if this process ends earlier, the second process writes it.
-            self._reading.recv(len(got), socket.MSG_WAITALL)
-        self._write(rest, events, verbose=verbose)
-        self._reading.close()
+    def _log_until_end(self, lines: int, *, verbose: bool) -> NoReturn:
+        """Log lines until no process has the other end of the pipe, and end the process."""
+        try:
+            # Signals for kvferryd's process group are for the other process.
+            for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+            events, rest_of_line = EventLog(BOOT), False
+            with os.fdopen(lines, "rb") as reading:
+                while line := reading.readline(MOST_LINE):
+                    if not rest_of_line:
+                        self._log(line.decode(errors="backslashreplace").rstrip(), events, verbose=verbose)
+                    rest_of_line = not line.endswith(b"\n")
+        finally:
+            os._exit(0)
 
-    def _write(self, line: bytes, events: EventLog, *, verbose: bool) -> None:
-        text = line[:MOST_LINE].decode(errors="backslashreplace").rstrip()
+    def _log(self, text: str, events: EventLog, *, verbose: bool) -> None:
         found = GRPC_LINE.fullmatch(text)
         if found is None:
             if text:
@@ -161,38 +164,12 @@ class NativeLog:
         if handshake is not None:
             error, detail = handshake[1] or "", handshake[2] or ""
             reason = handshake_reason(error, detail)
-            self.failed_handshakes[reason] += 1
+            self._counts[ALL_REASONS.index(reason)] += 1
             # The detail of most other errors does not explain them.
             fields = {"reason": reason, "problem": detail if error == UNVERIFIED else error or said}
             events.write(logging.WARNING, "handshake_failed", fields, kind=f"handshake_failed {reason}")
         elif OF_VERBOSITY not in said and (verbose or level != "I"):
             events.write(LEVELS[level], "grpc", {"source": source, "text": said}, kind=f"grpc {source}")
-
-
-def _keep_last_words(unread: socket.socket, writing: socket.socket, stderr: int) -> int | None:
-    """Start a process that writes unread bytes to `stderr` when this process has ended: native code writes them while
-    it aborts, when no thread of this process can read them. Call before there are threads. Returns the descriptor whose
-    close the new process waits for; None: the system refused a process."""
-    ended, held = os.pipe()
-    try:
-        process = os.fork()
-    except OSError:
-        os.close(ended)
-        os.close(held)
-        return None
-    if process:
-        os.close(ended)
-        return held
-    try:
-        os.close(held)
-        writing.close()
-        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        os.read(ended, 1)
-        while left := unread.recv(1 << 16, socket.MSG_DONTWAIT):
-            os.write(stderr, left)
-    finally:
-        os._exit(0)
 
 
 def handshake_reason(error: str, detail: str) -> str:

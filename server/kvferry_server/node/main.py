@@ -58,7 +58,7 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command with these arguments. Returns the exit code."""
-    # gRPC may read the variable as soon as gRPC is imported, and below INFO it does not log failed handshakes.
+    # gRPC may read the variable as soon as it is imported, and below INFO it does not log failed handshakes.
     verbose = os.environ.get("GRPC_VERBOSITY", "").upper() in ("INFO", "DEBUG")
     if not verbose:
         os.environ.pop("GRPC_VERBOSITY", None)
@@ -81,25 +81,20 @@ def run(arguments: Sequence[str]) -> int:
     loading.add_flags(parser)
     flags: dict[str, Any] = vars(parser.parse_args(arguments))
     file, check_only = flags.pop("config"), flags.pop("check_config")
-    renamed, unread = loading.misread_variables(os.environ)
-    if renamed:
-        return _refuse(renamed)
     try:
         loaded = loading.load(flags, loading.config_file(file))
     except loading.BadConfig as error:
         return _refuse(error.message.splitlines())
-    notes = (*loading.warnings(loaded.config), *unread)
+    unread = loading.unread_variables(os.environ)
     little_memory = loading.memory_problems(loaded)
     if check_only:
         print(loaded.describe())
         problems = loading.file_problems(loaded) + little_memory
-        _refuse((*problems, *notes))
+        _refuse((*problems, *unread))
         return 2 if problems else 0
-    # gRPC may also read the variable at its first use. Set any earlier, gRPC would warn about it outside the log.
-    os.environ.setdefault("GRPC_VERBOSITY", "INFO")
-    native = NativeLog()
+    native = NativeLog(loaded.config.log_level, loaded.config.log_format, verbose=verbose)
     try:
-        return _run(loaded, native, (*notes, *little_memory), verbose=verbose)
+        return _run(loaded, native, (*unread, *little_memory))
     finally:
         native.close()
 
@@ -110,16 +105,13 @@ def _refuse(lines: Iterable[str]) -> int:
     return 2
 
 
-def _run(loaded: Loaded, native: NativeLog, notes: Iterable[str], *, verbose: bool) -> int:
+def _run(loaded: Loaded, native: NativeLog, warnings: Iterable[str]) -> int:
     import uvloop
 
     from kvferry_server.node.limits import SWITCH_INTERVAL
-    from kvferry_server.node.logs import set_up_logging
     from kvferry_server.node.memory import use_few_arenas
 
-    set_up_logging(loaded.config.log_level, loaded.config.log_format)
-    native.start(verbose=verbose)
-    for line in notes:
+    for line in warnings:
         logger.warning("%s", line)
     # Arenas and switch interval are set here and not in NodeServer, because they apply to the whole process.
     use_few_arenas()
@@ -128,21 +120,17 @@ def _run(loaded: Loaded, native: NativeLog, notes: Iterable[str], *, verbose: bo
     sys.setswitchinterval(SWITCH_INTERVAL)
     try:
         uvloop.run(_serve(loaded, native))
-    except InternalError as error:
-        logger.critical("%s", error, exc_info=error.__cause__)
-        return 1
-    except KvferryError as error:
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:
+        if not isinstance(error, KvferryError) or isinstance(error, InternalError):
+            logger.critical("kvferryd has failed", exc_info=error)
         # As text for people, like all commands, unless the log is JSON.
-        if loaded.config.log_format == "json":
+        elif loaded.config.log_format == "json":
             logger.critical("%s", error)
         else:
             print(f"kvferryd: {error}", file=sys.stderr)
         return 2 if isinstance(error, InvalidInput) else 1
-    except ModuleNotFoundError:
-        raise
-    except Exception:
-        logger.critical("kvferryd has failed", exc_info=True)
-        return 1
     return 0
 
 
@@ -153,34 +141,10 @@ async def _serve(loaded: Loaded, native: NativeLog) -> None:
 
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    # By default SIGHUP ends the process without a drain, for example when a terminal closes.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, signals.put_nowait, number)
     server = NodeServer(loaded.config, failed_handshakes=native.failed_handshakes)
-    # By which systemd knows that the server serves, and what it shows of it. Empty: the server does not.
-    ready: tuple[str, ...] = ()
-    reloads = set[asyncio.Task[None]]()
-
-    async def reload() -> None:
-        if ready:
-            now = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
-            _tell_systemd("RELOADING=1", f"MONOTONIC_USEC={now}")
-        try:
-            await server.reload()
-        except Exception:
-            logger.exception("the reload failed; the former policy or certificate stays in use")
-        # Also after a failure: until `READY`, systemd shows the unit as reloading.
-        if ready:
-            _tell_systemd(*ready)
-
-    def on_sighup() -> None:
-        logger.info("SIGHUP: reading the policy and the TLS files again; other settings need a restart")
-        reloading = asyncio.create_task(reload())
-        # The event loop keeps only a weak reference to the task.
-        reloads.add(reloading)
-        reloading.add_done_callback(reloads.discard)
-
-    # By default SIGHUP ends the process without a drain, for example when a terminal closes.
-    loop.add_signal_handler(signal.SIGHUP, on_sighup)
     raise_file_limit()
 
     await server.start()
@@ -197,36 +161,54 @@ async def _serve(loaded: Loaded, native: NativeLog) -> None:
     # Passed to the handlers directly, so that it appears at every log level, and as an info message.
     fields = {"event": "ready", **told}
     logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, line, (told,), None, extra=fields))
+    # What systemd shows of a unit that serves.
     ready = ("READY=1", f"STATUS=listens on {told['addresses']}")
     _tell_systemd(*ready)
 
-    stopping = asyncio.ensure_future(signals.get())
     failed = asyncio.ensure_future(server.failed())
-    await asyncio.wait([stopping, failed], return_when=asyncio.FIRST_COMPLETED)
-    if not stopping.done():
-        stopping.cancel()
+    while (received := await _next_signal(signals, failed)) is signal.SIGHUP:
+        now = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
+        _tell_systemd("RELOADING=1", f"MONOTONIC_USEC={now}")
+        logger.info("SIGHUP: reading the policy and the TLS files again; other settings need a restart")
+        try:
+            await server.reload()
+        except Exception:
+            logger.exception("the reload failed; the former policy or certificate stays in use")
+        # Also after a failure: until then systemd shows the unit as reloading.
+        _tell_systemd(*ready)
+    if received is None:
         await server.stop(0)
+        # Raises the reason.
         await failed
+        return
     failed.cancel()
-    # A reload that ends from here on must not report the unit as ready.
-    ready = ()
     drain = loaded.config.drain
     # Otherwise systemd kills the process when its own time for a stop is over.
     longest = (drain + DRAIN_STREAMS + STOP_MARGIN) * 1e6
     _tell_systemd("STOPPING=1", f"STATUS=draining for at most {drain:g} s", f"EXTEND_TIMEOUT_USEC={longest:.0f}")
-    logger.info("%s: draining for at most %g s", stopping.result().name, drain)
+    logger.info("%s: draining for at most %g s", received.name, drain)
     drained = asyncio.ensure_future(server.stop())
-    again = asyncio.ensure_future(signals.get())
-    await asyncio.wait([drained, again], return_when=asyncio.FIRST_COMPLETED)
-    if again.done() and not drained.done():
-        logger.warning("%s while draining: stopping at once", again.result().name)
+    while (again := await _next_signal(signals, drained)) is signal.SIGHUP:
+        pass
+    if again is not None:
+        logger.warning("%s while draining: stopping at once", again.name)
         drained.cancel()
         await asyncio.wait([drained])
         await server.stop(0)
     else:
-        again.cancel()
         await drained
     logger.info("stopped")
+
+
+async def _next_signal(signals: asyncio.Queue[signal.Signals], ending: asyncio.Future[None]) -> signal.Signals | None:
+    """Wait for the next signal. Returns None if `ending` has ended before."""
+    coming = asyncio.ensure_future(signals.get())
+    both: list[asyncio.Future[Any]] = [coming, ending]
+    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    if coming.done():
+        return coming.result()
+    coming.cancel()
+    return None
 
 
 def _tell_systemd(*lines: str) -> None:

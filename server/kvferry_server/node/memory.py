@@ -47,51 +47,30 @@ def use_few_arenas() -> None:
     _of_glibc("mallopt", _M_ARENA_MAX, ARENAS)
 
 
-def trim() -> None:
-    """Give freed memory back to the system."""
-    _of_glibc("malloc_trim", ctypes.c_size_t(0))
+async def give_back(worked_on: Callable[[], int], held: Callable[[], int]) -> None:
+    """Give memory back to the system after a node server has freed much of it, until cancelled. `worked_on` returns the
+    bytes of all requests so far, which were freed when they were answered; `held` returns the bytes that the home
+    holds."""
+    worked_on_before = most_held = 0
+    again = False
+    while True:
+        await asyncio.sleep(TRIM_POLL)
+        now_worked_on, now_held = worked_on(), held()
+        most_held = max(most_held, now_held)
+        much = now_worked_on - worked_on_before + most_held - now_held >= TRIM_BYTES
+        if much:
+            worked_on_before, most_held = now_worked_on, now_held
+        if much or again:
+            # It takes milliseconds.
+            await asyncio.to_thread(_of_glibc, "malloc_trim", ctypes.c_size_t(0))
+        # What was in use at the first time is given back at the second.
+        again = much
 
 
 def _of_glibc(name: str, *arguments: object) -> None:
     function = getattr(ctypes.CDLL(None), name, None)
     if function is not None:
         function(*arguments)
-
-
-class Trimmer:
-    """Gives memory back after a node server has freed much of it; an idle one compares two numbers every few seconds.
-
-    `worked_on` returns the bytes of all requests so far, which were freed when they were answered; `held` returns the
-    bytes that the home holds.
-    """
-
-    def __init__(self, worked_on: Callable[[], int], held: Callable[[], int]) -> None:
-        self._worked_on = worked_on
-        self._held = held
-        self._trimmed_at = 0
-        self._most_held = 0
-        self._seen = 0
-        self._again = False
-
-    async def run(self) -> None:
-        while True:
-            await asyncio.sleep(TRIM_POLL)
-            if self.due():
-                # Giving back much memory takes milliseconds.
-                await asyncio.to_thread(trim)
-
-    def due(self) -> bool:
-        """Whether `TRIM_BYTES` may have been freed since `due` was last true. Then true once more as soon as no request
-        arrives between two calls, because memory that was in use at the first trim was not given back."""
-        worked_on, held = self._worked_on(), self._held()
-        self._most_held = max(self._most_held, held)
-        quiet, self._seen = worked_on == self._seen, worked_on
-        freed = worked_on - self._trimmed_at + self._most_held - held >= TRIM_BYTES
-        if not freed and not (self._again and quiet):
-            return False
-        self._again = freed
-        self._trimmed_at, self._most_held = worked_on, held
-        return True
 
 
 def _limits_up(root: Path, path: str, name: str) -> list[int]:

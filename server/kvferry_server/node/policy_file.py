@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
-from pydantic_settings import BaseSettings, TomlConfigSettingsSource
 
+from kvferry._directory.file import parse_toml
 from kvferry.errors import InvalidField
 from kvferry_server.domain.roles import ANYBODY, EVERY, Grant, Policy, Rule
 
@@ -59,9 +57,7 @@ def read_policy(path: Path) -> Policy:
     """Read a policy file. An identity that no rule matches may do nothing. Raises `InvalidField`, of the setting
     `policy`, if the file cannot be read, is not TOML, or is not a valid policy."""
     try:
-        # pydantic's source skips files that do not exist, but this file was named. `is_file` raises, too, if its folder
-        # may not be entered any more.
-        found = _File.model_validate(TomlConfigSettingsSource(BaseSettings, path)()) if path.is_file() else None
+        found = _File.model_validate(parse_toml(path.read_text()))
     except OSError as error:
         raise InvalidField("policy", str(path), f"a readable file ({error.strerror})") from None
     except ValidationError as error:
@@ -69,19 +65,8 @@ def read_policy(path: Path) -> Policy:
         # A missing field comes first, but often its name is only misspelt: the unknown field tells the operator more.
         detail = next((each for each in problems if each["type"] == "extra_forbidden"), problems[0])
         where = ".".join(str(part + 1) if isinstance(part, int) else part for part in detail["loc"])
-        raise InvalidField("policy", str(path), f"a policy; {where}: {_problem(detail)}") from None
+        problem = "no such field" if detail["type"] == "extra_forbidden" else detail["msg"]
+        raise InvalidField("policy", str(path), f"a policy; {where}: {problem}") from None
     except (ValueError, RecursionError) as error:
         raise InvalidField("policy", str(path), f"a policy in TOML ({error})") from None
-    if found is None:
-        raise InvalidField("policy", str(path), "a file")
     return Policy(everyone=Grant(), rules=tuple(rule.rule() for rule in found.rule))
-
-
-def _problem(detail: ErrorDetails) -> str:
-    if detail["type"] == "missing":
-        return "missing"
-    if detail["type"] != "extra_forbidden":
-        return detail["msg"][0].lower() + detail["msg"][1:]
-    fields = _Rule.model_fields if len(detail["loc"]) > 1 else _File.model_fields
-    close = difflib.get_close_matches(str(detail["loc"][-1]), fields, n=1)
-    return "no such field" + (f"; did you mean {close[0]}?" if close else f": there are {', '.join(fields)}")

@@ -4,16 +4,15 @@
 - The decoded size of a request is found before decoding (`decoded_size`), is bounded by the size on the wire, and is
   taken from a budget that hosts share.
 - Of requests that take much memory, each host has one at a time. The worker thread decodes them.
-- A request holds a slot of its host while it is read, a large request until it has been worked on. If requests had to
-  wait for slow ones, a few slow request bodies would keep a host's renewals out until its leases are lost. So a call
-  whose peer neither sends nor takes data, while others wait for a slot, fails with `LimitReached` and a retry delay.
+- A request holds a slot of its host while it is read, a large request until it is decoded. If requests had to wait for
+  slow ones, a few slow request bodies would keep a host's renewals out until its leases are lost. So a call whose peer
+  sends nothing while others wait for a slot fails with `LimitReached` and a retry delay.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 from weakref import WeakValueDictionary
@@ -45,15 +44,12 @@ MAX_REQUEST_BYTES = {
 }
 """Bytes of a request by method; `MAX_SMALL_REQUEST` of all other methods."""
 
-MAX_DECODED = {KV_TRANSFER + "ReadChecksums": limits.MAX_DECODED_QUERIES}
-"""Decoded bytes of a request, for methods whose lists hold less than their bytes could."""
-
 Decode: TypeAlias = Any  # The method `FromString` of a message's class
 
 
 @dataclass(eq=False, slots=True)
-class _Idle:
-    # A call that has a slot and waits for its peer.
+class _Reading:
+    # A call that has a slot and waits for its request.
     since: float
     task: asyncio.Task[Any]
     why_ended: KvferryError | None = None
@@ -66,102 +62,85 @@ class Arrivals:
         self.turn = asyncio.Lock()
         self.slots = asyncio.Semaphore(most)
         self._most = most
-        self._wanted = 0
-        # Calls that were ended and have not freed their slots yet.
-        self._ending = 0
-        # In the order in which the calls began to wait.
-        self._idle: dict[_Idle, None] = {}
+        self._waiting = 0  # Calls that wait for a slot
+        self._reading: dict[_Reading, None] = {}  # The longest first
         self._timer: asyncio.TimerHandle | None = None
 
     async def read(self, context: Any) -> tuple[Any, bool]:
         """Wait for a slot, first come first served, and read a call's next request. Returns the undecoded request, or
-        `grpc.aio.EOF`, and whether it is large: then the caller still has the slot and must release it. Raises as
-        `wait_for_peer`."""
-        self._wanted += 1
+        `grpc.aio.EOF`, and whether it is large: then the caller still has the slot and must release it.
+
+        Raises `LimitReached` if other calls needed the slot before the request came, and `InvalidField` if it did not
+        arrive within `REQUEST_TIMEOUT`.
+        """
+        loop = asyncio.get_running_loop()
+        self._waiting += 1
         try:
-            self._make_room()
+            if self.slots.locked() and self._timer is None:
+                self._end_slow()
             await self.slots.acquire()
         finally:
-            self._wanted -= 1
+            self._waiting -= 1
         large = False
+        reading = _Reading(loop.time(), cast("asyncio.Task[Any]", asyncio.current_task()))
+        self._reading[reading] = None
+        late = loop.call_later(REQUEST_TIMEOUT, self._end_late, reading)
         try:
-            raw = await self.wait_for_peer(context.read(), reads=True)
+            raw = await context.read()
             large = raw is not grpc.aio.EOF and len(raw) >= limits.LARGE_MESSAGE
+            return raw, large
+        except asyncio.CancelledError:
+            if reading.why_ended is None:
+                raise
+            raise reading.why_ended from None
         finally:
+            late.cancel()
+            self._reading.pop(reading, None)
             if not large:
                 self.slots.release()
-        return raw, large
 
-    async def wait_for_peer(self, coming: Awaitable[Any], *, reads: bool = False) -> Any:
-        """Await something that depends on the call's peer, while the call has a slot, and return the result. Raises
-        `LimitReached` if other calls needed the slot meanwhile, and `InvalidField` if the call `reads` a request that
-        did not arrive within `REQUEST_TIMEOUT`."""
-        loop = asyncio.get_running_loop()
-        idle = _Idle(loop.time(), cast("asyncio.Task[Any]", asyncio.current_task()))
-        self._idle[idle] = None
-        late = loop.call_later(REQUEST_TIMEOUT, self._end, idle, _late_request) if reads else None
-        self._make_room()
-        try:
-            return await coming
-        except asyncio.CancelledError:
-            if idle.why_ended is None:
-                raise
-            raise idle.why_ended from None
-        finally:
-            if late is not None:
-                late.cancel()
-            self._idle.pop(idle, None)
-            self._ending -= idle.why_ended is not None
-
-    def _make_room(self) -> None:
-        """End calls that have waited too long for their peers, as many as other calls wait for slots, now and later."""
-        if self._timer is not None or not self._wanted:
+    def _end_slow(self) -> None:
+        """End calls that have waited too long for their requests, as many as other calls wait for slots, now and as
+        long as calls wait."""
+        self._timer = None
+        if not self._waiting:
             return
         loop = asyncio.get_running_loop()
-        for idle in tuple(self._idle):
-            if not self.slots.locked() or self._wanted <= self._ending:
-                return
-            if loop.time() < idle.since + SLOW_PEER_TIMEOUT:
-                self._timer = loop.call_at(idle.since + SLOW_PEER_TIMEOUT, self._look_again)
-                return
-            self._end(idle, self._slow_peer)
+        look_again = loop.time() + SLOW_PEER_TIMEOUT
+        for reading in tuple(self._reading)[: self._waiting]:
+            if loop.time() < reading.since + SLOW_PEER_TIMEOUT:
+                look_again = reading.since + SLOW_PEER_TIMEOUT
+                break
+            slow = LimitReached(
+                f"requests: this host has all {self._most} requests that are read at once, others of it wait, and this "
+                "call's peer was slow",
+                retry_after=RETRY_AFTER,
+                limit="requests",
+                value=self._most,
+            )
+            self._end(reading, slow)
+        self._timer = loop.call_at(look_again, self._end_slow)
 
-    def _look_again(self) -> None:
-        self._timer = None
-        self._make_room()
-
-    def _end(self, idle: _Idle, why: Callable[[], KvferryError]) -> None:
-        if idle in self._idle:
-            del self._idle[idle]
-            idle.why_ended = why()
-            self._ending += 1
-            idle.task.cancel()
-
-    def _slow_peer(self) -> KvferryError:
-        return LimitReached(
-            f"requests: this host has all {self._most} requests that are read at once, others of it wait, and this "
-            "call's peer was slow",
-            retry_after=RETRY_AFTER,
-            limit="requests",
-            value=self._most,
+    def _end_late(self, reading: _Reading) -> None:
+        self._end(
+            reading, InvalidField("request", "unfinished", f"a request that arrives within {REQUEST_TIMEOUT:g} s")
         )
 
-
-def _late_request() -> KvferryError:
-    return InvalidField("request", "unfinished", f"a request that arrives within {REQUEST_TIMEOUT:g} s")
+    def _end(self, reading: _Reading, why: KvferryError) -> None:
+        del self._reading[reading]
+        reading.why_ended = why
+        reading.task.cancel()
 
 
 @dataclass(eq=False, slots=True)
 class HeldRequest:
-    """What a request holds until it has been worked on: `size` bytes of the budget `memory` of decoded requests, and
-    perhaps a slot and the turn of its host. Free it once."""
+    """What a request holds: until it has been worked on, perhaps the turn of its host, and until it is freed `size`
+    bytes of the budget `memory` of decoded requests."""
 
     memory: Budget
     host: str
-    arrivals: Arrivals
-    has_slot: bool
     size: int = 0
-    has_turn: bool = False
+    turn: asyncio.Lock | None = None
 
     def count(self, size: int) -> None:
         """Hold `size` bytes in all, if worth counting; raises `LimitReached` if this host's requests hold too many."""
@@ -172,17 +151,16 @@ class HeldRequest:
         self.memory.take(self.host, more)
         self.size = size
 
-    async def wait_for_peer(self, coming: Awaitable[Any]) -> None:
-        """Await as `Arrivals.wait_for_peer` if the request holds a slot, else without a limit."""
-        await (self.arrivals.wait_for_peer(coming) if self.has_slot else coming)
+    def end_turn(self) -> None:
+        turn, self.turn = self.turn, None
+        if turn is not None:
+            turn.release()
 
     def free(self) -> None:
-        if self.has_turn:
-            self.arrivals.turn.release()
+        """To be called once."""
+        self.end_turn()
         if self.size:
             self.memory.give(self.host, self.size)
-        if self.has_slot:
-            self.arrivals.slots.release()
 
 
 class Requests:
@@ -204,16 +182,19 @@ class Requests:
         does not decode, and `LimitReached` if this host's requests take too much memory; see also `Arrivals`."""
         arrivals = self._arrivals(host, geometries=method in GEOMETRIES)
         raw, large = await arrivals.read(context)
-        held = HeldRequest(self.memory, host, arrivals, large)
+        held = HeldRequest(self.memory, host)
         self.worked_on += len(raw) if large else 0
         try:
             if raw is grpc.aio.EOF:
                 raise InvalidField("request", "nothing", "one message")
             _check_size(raw, MAX_REQUEST_BYTES.get(method, limits.MAX_SMALL_REQUEST))
-            return await self._decoded(decode, raw, host, held, MAX_DECODED.get(method, sys.maxsize)), held
+            return await self._decoded(decode, raw, host, held, arrivals.turn), held
         except BaseException:
             held.free()
             raise
+        finally:
+            if large:
+                arrivals.slots.release()
 
     async def each(self, decode: Decode, context: Context, host: str) -> AsyncGenerator[Any, None]:
         """Yield the decoded requests of a call that may have many. They wait for slots as well, because gRPC keeps as
@@ -231,25 +212,25 @@ class Requests:
             arrivals.slots.release()
         return raw
 
-    async def _decoded(self, decode: Decode, raw: bytes, host: str, held: HeldRequest, most: int) -> Any:
+    async def _decoded(self, decode: Decode, raw: bytes, host: str, held: HeldRequest, turn: asyncio.Lock) -> Any:
         shape = shape_of(decode.__self__.DESCRIPTOR)
         size = int(len(raw) * shape.factor) + shape.size
         if size > limits.COUNTED_REQUEST:
             held.count(len(raw))
-            size = await self._measured(raw, shape, host, most)
+            size = await self._measured(raw, shape, host)
         if size > limits.COUNTED_REQUEST:
             self.worked_on += size
         if size <= limits.HEAVY_REQUEST:
             held.count(size)
             return _parsed(decode, raw)
-        await held.arrivals.turn.acquire()
-        held.has_turn = True
+        await turn.acquire()
+        held.turn = turn
         held.count(size)
-        return await self._worker.run(host, len(raw), lambda: _parsed(decode, raw))
+        return await self._worker.run(host, lambda: _parsed(decode, raw))
 
-    async def _measured(self, raw: bytes, shape: Shape, host: str, most: int) -> int:
+    async def _measured(self, raw: bytes, shape: Shape, host: str) -> int:
         """Return the decoded size of a request; raises `InvalidField` if it is too large."""
-        found = Decoded(raw, shape, most)
+        found = Decoded(raw, shape)
         short = len(raw) <= MAX_INLINE_BYTES
         await self._time_slices.begin(host, short=short)
         for _ in found.walk():

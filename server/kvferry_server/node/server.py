@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+# Imported for its descriptors: with them tools decode the details of errors.
+from google.rpc import error_details_pb2  # noqa: F401
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import SERVICE_NAME as HEALTH
 from grpc_health.v1.health import aio as health_aio
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+from grpc_reflection.v1alpha import reflection_pb2_grpc
+from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION
+from grpc_reflection.v1alpha.reflection import aio as reflection_aio
 
 from kvferry._directory.directory import checked_home
 from kvferry._directory.opening import open_directory
@@ -27,24 +32,14 @@ from kvferry_server.domain.roles import Policy
 from kvferry_server.domain.times import BOOT
 from kvferry_server.home.home import Home
 from kvferry_server.node.certificates import Certificates
-from kvferry_server.node.config import NodeConfig
+from kvferry_server.node.config import NodeConfig, advertised, is_on_loopback
 from kvferry_server.node.connections import ConnectionLimiter, connections_each, count_connections, file_limit
-from kvferry_server.node.grpc_server import make_server
 from kvferry_server.node.guard import Guard
 from kvferry_server.node.limits import DRAIN_STREAMS, LEASE_POLL
-from kvferry_server.node.listen import (
-    CannotListen,
-    Listener,
-    TcpListener,
-    UnixListener,
-    advertised,
-    check_exposure,
-    is_on_loopback,
-)
+from kvferry_server.node.listen import CannotListen, Listener, TcpListener, UnixListener
 from kvferry_server.node.listings import Listings
-from kvferry_server.node.memory import Trimmer, memory_limit
+from kvferry_server.node.memory import give_back, memory_limit
 from kvferry_server.node.policy_file import read_policy
-from kvferry_server.node.reflection import REFLECTIONS, add_reflection
 from kvferry_server.node.requests import Requests
 from kvferry_server.node.tracing import Tracing, untraced
 from kvferry_server.servicers import add_servicers
@@ -64,14 +59,14 @@ SERVICES = (
     admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
 )
 
-OFFERED = (*SERVICES, HEALTH, *REFLECTIONS)
+OFFERED = (*SERVICES, HEALTH, REFLECTION)
 
 
 class NodeServer:
     """A node server; `start` and `stop` it once each. Not thread-safe: it belongs to the event loop that starts it.
 
     The UNIX socket and the TCP port have a gRPC server each, with separate limits, so that neither starves the other.
-    `failed_handshakes` counts failed TLS handshakes by reason; None: they are not counted.
+    `failed_handshakes` returns the numbers of failed TLS handshakes by reason; None: they are not counted.
     """
 
     home: Home  # Set by `start`
@@ -80,7 +75,7 @@ class NodeServer:
     advertise: str = ""  # The address that goes into references
     admin: str = ""  # The address of the admin listener; empty: there is none
 
-    def __init__(self, config: NodeConfig, failed_handshakes: Mapping[str, int] | None = None) -> None:
+    def __init__(self, config: NodeConfig, failed_handshakes: Callable[[], Mapping[str, int]] | None = None) -> None:
         self._config = config
         self._failed_handshakes = failed_handshakes
         self._health = health_aio.HealthServicer()
@@ -89,7 +84,6 @@ class NodeServer:
         self._listeners: list[Listener] = []
         self._guards: list[Guard] = []
         self._policy = Policy()
-        self._reloading = asyncio.Lock()
         self._certificates: Certificates | None = None
         self._listings: Listings | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -113,8 +107,8 @@ class NodeServer:
             self._policy = read_policy(config.policy)
         if config.trace_endpoint:
             self._tracing = Tracing(config.trace_endpoint)
-        # The advertised address depends on the ports, and the home on that address. gRPC servers come last.
-        self._hold()
+        # The advertised address depends on the ports, and the home on that address. gRPC servers start last.
+        connections = self._listen()
         certificates = self._certificates
         if certificates is not None:
             self._begin(certificates.run(), "certificates")
@@ -127,24 +121,22 @@ class NodeServer:
             content=certificates.content if certificates is not None else None,
             events=self.home.journal.events,
         )
-        driver = self._driver = self._begin(self.home.run(), "home")
-        trimmer = Trimmer(
+        self._driver = self._begin(self.home.run(), "home")
+        freeing = give_back(
             lambda: sum(guard.requests.worked_on for guard in self._guards), lambda: self.home.memory.used
         )
-        self._begin(trimmer.run(), "trim")
-        connections = connections_each(config.max_connections, len(self._listeners), file_limit())
-        settings = {name: getattr(config, name) for name in ("drain", "max_calls", "max_streams")}
+        self._begin(freeing, "memory")
+        limits = {"max_calls": config.max_calls, "max_streams": config.max_streams, "max_connections": connections}
         state = NodeState(
             self.home,
             relays,
-            home_runs=lambda: not driver.done(),
             certificates=certificates,
-            handshakes=lambda: None if certificates is None else certificates.handshakes,
             failed_handshakes=self._failed_handshakes,
-            settings={**asdict(config.times), **settings, "max_connections": connections},
+            settings={**asdict(config.times), "drain": config.drain, **limits},
             addresses=self.addresses,
             memory_limit=memory_limit(),
             calls=CallCounts(self.home.journal.events),
+            count_connections=count_connections,
         )
         self._begin(state.measure_lag(), "loop-lag")
         # Before the gRPC servers: operators can see why the node server is not ready yet.
@@ -152,7 +144,7 @@ class NodeServer:
         for listener in self._listeners:
             if not listener.address.is_unix:
                 self._begin(ConnectionLimiter(listener.address.port, connections).run(), "connections")
-            await self._serve(listener, relays, state, connections)
+            await self._serve(listener, relays, state, limits)
         if config.directory:
             checked_home(self.advertise)
             directory = open_directory(config.directory)
@@ -160,15 +152,18 @@ class NodeServer:
 
     async def failed(self) -> None:
         """Wait until the server cannot go on because of a bug, then raise `InternalError`: the home's timers have
-        stopped, so that nothing would be released, or ended gRPC servers are no longer replaced."""
-        running = [
-            self._driver,
-            *(listener.replacing for listener in self._listeners if listener.replacing is not None),
-        ]
-        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        ended = next(task for task in running if task.done())
-        cause = None if ended.cancelled() else ended.exception()
-        raise InternalError(f"{'the home' if ended is self._driver else 'gRPC'} has stopped") from cause
+        stopped, so that nothing would be released, or a gRPC server has ended."""
+        servers = [asyncio.create_task(listener.server.failed()) for listener in self._listeners]
+        running = [self._driver, *servers]
+        try:
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in servers:
+                task.cancel()
+        if self._driver.done():
+            cause = None if self._driver.cancelled() else self._driver.exception()
+            raise InternalError("the home has stopped") from cause
+        raise InternalError("gRPC's server has ended") from next(task.result() for task in servers if task.done())
 
     async def drain(self) -> None:
         """Take no new work from now on; live work goes on, see `Home.drain`. `stop` ends the server. Idempotent."""
@@ -177,19 +172,17 @@ class NodeServer:
 
     async def reload(self) -> None:
         """Read the policy and the TLS files again. An unusable file is logged and changes nothing. Calls in progress
-        and open connections go on."""
-        # One reload after the other, so that an earlier one does not put back older content.
-        async with self._reloading:
-            path = self._config.policy
-            if path is not None:
-                try:
-                    self._policy = await asyncio.to_thread(read_policy, path)
-                except InvalidField as error:
-                    logger.error("the policy stays as it was: %s", error.message)
-                else:
-                    logger.info("the policy was read again from %s: %d rules", path, len(self._policy.rules))
-            if self._certificates is not None and await asyncio.to_thread(self._certificates.refresh):
-                logger.info("the certificate was read again from %s", self._config.tls_cert)
+        and open connections go on. Not to be called while an earlier call goes on."""
+        path = self._config.policy
+        if path is not None:
+            try:
+                self._policy = await asyncio.to_thread(read_policy, path)
+            except InvalidField as error:
+                logger.error("the policy stays as it was: %s", error.message)
+            else:
+                logger.info("the policy was read again from %s: %d rules", path, len(self._policy.rules))
+        if self._certificates is not None and await asyncio.to_thread(self._certificates.refresh):
+            logger.info("the certificate was read again from %s", self._config.tls_cert)
 
     async def stop(self, grace: float | None = None) -> None:
         """Drain and stop, and remove the socket's files. May be called again, to hurry an earlier call that was
@@ -240,22 +233,24 @@ class NodeServer:
         while self.home.records.pinning() and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110
             await asyncio.sleep(LEASE_POLL)
 
-    def _hold(self) -> None:
+    def _listen(self) -> int:
+        """Take the addresses. Returns how many connections each of them may have."""
         config, path, address = self._config, self._config.unix_path, self._config.listen_address
-        check_exposure(config)
         if config.tls is not None:
             self._certificates = Certificates(config.tls)
+        connections = connections_each(config.max_connections, (path is not None) + (address is not None), file_limit())
+        options = (*SERVER_OPTIONS, (MAX_CONNECTIONS, connections))
         if path is not None:
-            self._listeners.append(UnixListener(path))
+            self._listeners.append(UnixListener(path, options))
         if address is not None:
-            self._listeners.append(
-                TcpListener(address, self._certificates.credentials if self._certificates is not None else None)
-            )
+            credentials = self._certificates.credentials() if self._certificates is not None else None
+            self._listeners.append(TcpListener(address, options, credentials))
         for listener in self._listeners:
-            listener.hold()
-        held = {listener.address.is_unix: listener.address for listener in self._listeners}
-        self.advertise = advertised(config.advertise, held.get(False), held.get(True))
+            listener.listen()
+        bound = {listener.address.is_unix: listener.address for listener in self._listeners}
+        self.advertise = advertised(config.advertise, bound.get(False), bound.get(True))
         self.addresses = tuple(str(listener.address) for listener in self._listeners)
+        return connections
 
     async def _start_admin(self, state: NodeState) -> None:
         address = self._config.admin_address
@@ -264,15 +259,8 @@ class NodeServer:
         # Imported here, because a node server without this listener needs none of its packages.
         from kvferry_server.admin.service import AdminService
 
-        local = is_on_loopback(address)
-        if not local and not self._config.admin_insecure:
-            raise InvalidField(
-                "admin",
-                str(address),
-                "an address on loopback: whoever can connect sees the names of engines, requests and hosts. If that is "
-                "meant, allow it with --admin-insecure",
-            )
-        self._admin = AdminService(state, address, local=local)
+        self._admin = AdminService(state, address, local=is_on_loopback(address))
+        self._begin(state.measure_connections(), "connections-count")
         try:
             await self._admin.start()
         except OSError as error:
@@ -282,12 +270,11 @@ class NodeServer:
         else:
             self.admin = str(self._admin.address)
 
-    async def _serve(self, listener: Listener, relays: Relays, state: NodeState, connections: int) -> None:
+    async def _serve(self, listener: Listener, relays: Relays, state: NodeState, limits: Mapping[str, int]) -> None:
         config, on_unix = self._config, listener.address.is_unix
         mutual = not on_unix and config.tls_ca is not None
         access = TRUSTED if on_unix else Access(lambda: self._policy) if mutual else UNKNOWN_CALLERS
         names = nobody if on_unix or config.tls is None else names_of
-        limits = {name: getattr(config, name) for name in ("max_calls", "max_streams", "max_connections")}
         requests = Requests(self._worker, self.home.time_slices)
         traced = untraced if self._tracing is None else self._tracing.traced
         guard = Guard(config.max_calls, config.max_streams, access, requests, state.calls, traced)
@@ -295,21 +282,10 @@ class NodeServer:
         def add_services(server: Any) -> None:
             add_servicers(server, self.home, relays, self._worker, names, drain=self.drain, call_limits=limits)
             add_HealthServicer_to_server(self._health, server)
-            add_reflection(server, OFFERED)
+            reflection: Any = reflection_pb2_grpc
+            reflection.add_ServerReflectionServicer_to_server(reflection_aio.ReflectionServicer(OFFERED), server)
 
-        options = (*SERVER_OPTIONS, (MAX_CONNECTIONS, connections))
         self._guards.append(guard)
-        await listener.serve(lambda: make_server(guard, options, add_services))
-        address = listener.address
-        state.listeners.append(
-            ShownListener(
-                address,
-                lambda: listener.is_serving,
-                guard.calls,
-                guard.streams,
-                guard.answers,
-                requests.memory,
-                lambda: count_connections(address),
-                connections,
-            )
-        )
+        listener.server.offer(guard, add_services)
+        await listener.server.start()
+        state.listeners.append(ShownListener(listener.address, guard.budgets, limits["max_connections"]))

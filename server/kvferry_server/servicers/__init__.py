@@ -31,9 +31,6 @@ def add_servicers(
     """Add a home's services to a server, which must run on the home's event loop. `drain` makes the node server take no
     new work (None: the home alone); `call_limits` are the node server's limits on calls and connections, by name."""
 
-    async def drain_home() -> None:
-        home.drain()
-
     add_KVTransferServicer_to_server(KVTransfer(home, relays, worker, names_of), server)
     add_IntrospectionServicer_to_server(Introspection(home, worker, call_limits or {}), server)
-    add_AdminServicer_to_server(Admin(home, drain or drain_home, names_of), server)
+    add_AdminServicer_to_server(Admin(home, drain, names_of), server)

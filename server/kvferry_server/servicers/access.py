@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from kvferry._wire.reference import engine_ids, parse_reference
 from kvferry.errors import BadReference, NotAllowed
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.roles import MEMBER, OPERATOR, Grant, Need, Policy, PolicyRole
+from kvferry_server.domain.roles import MEMBER, OPERATOR, Need, Policy, PolicyRole
 from kvferry_server.servicers.callers import Context, identities_of
 from kvferry_server.servicers.limits import MAX_NOTIFICATIONS, MAX_TEXT
 from kvferry_server.servicers.notify import OF_A_SOURCE
 
 MAX_KEPT = 4096  # Callers whose grants are kept, per listener
-
 ENGINE, READER, RELAY = PolicyRole.ENGINE, PolicyRole.READER, PolicyRole.RELAY
 OBSERVER, ADMIN = PolicyRole.OBSERVER, PolicyRole.ADMIN
 
@@ -31,12 +31,11 @@ OF_A_READ = frozenset({"validate", "ask"})  # Notifications about a reference th
 class Entry:
     """The roles that a method needs."""
 
-    # A caller with all of these for every engine may send any request; none: every caller may.
+    # A caller with all of these for every engine may send any request, and a caller with none of them is refused before
+    # the request is read. Empty: every caller may.
     roles: tuple[PolicyRole, ...]
-    needs: Callable[[Any], Iterable[Need]]  # returns the needs of one request, all of which must be granted
-    # Other roles that are enough for some requests. A caller with none of these and of `roles` is refused before the
-    # request is read.
-    or_roles: tuple[PolicyRole, ...] = ()
+    # Returns what one request needs beyond one of these roles: all of it must be granted.
+    needs: Callable[[Any], Iterable[Need]] = lambda _: ()
 
 
 def _in_an_engines_name(request: pb.RegisterCacheRequest | pb.WatchRequest) -> tuple[Need]:
@@ -99,33 +98,27 @@ def _notify(request: pb.NotifyRequest) -> Iterator[Need]:
         yield Need((ENGINE, READER, RELAY))
 
 
-def _always(role: PolicyRole) -> Entry:
-    """Return the entry of a method that needs a role, whatever the request."""
-    return Entry((role,), lambda _: (Need((role,)),))
-
-
-EVERYBODY = Entry((), lambda _: ())  # The entry of methods that every connected caller may call
+EVERYBODY = Entry(())  # The entry of methods that every connected caller may call
 
 TABLE: Mapping[str, Entry] = {
     "/kvferry.v1.KVTransfer/RegisterCache": Entry((ENGINE, RELAY), _in_an_engines_name),
     "/kvferry.v1.KVTransfer/Watch": Entry((ENGINE, RELAY), _in_an_engines_name),
-    "/kvferry.v1.KVTransfer/Handshake": Entry((READER,), _handshake, (ENGINE, OBSERVER)),
+    "/kvferry.v1.KVTransfer/Handshake": Entry((READER, ENGINE, OBSERVER), _handshake),
     "/kvferry.v1.KVTransfer/ReadBlocks": Entry((READER,), lambda request: _read(request.reference)),
-    "/kvferry.v1.KVTransfer/ReadChecksums": _always(READER),
+    "/kvferry.v1.KVTransfer/ReadChecksums": Entry((READER,)),
     "/kvferry.v1.KVTransfer/Notify": Entry((ENGINE, READER, RELAY), _notify),
     **{
-        f"/kvferry.v1.Introspection/{method}": _always(OBSERVER)
+        f"/kvferry.v1.Introspection/{method}": Entry((OBSERVER,))
         for method in ("GetServerInfo", "ListEngines", "GetEngine", "ListRequests", "ListTransfers", "PlanRead")
     },
     **{
-        f"/kvferry.v1.Admin/{method}": _always(ADMIN)
+        f"/kvferry.v1.Admin/{method}": Entry((ADMIN,))
         for method in ("EndLease", "AbortPublication", "EvictEngine", "Drain")
     },
     # For probes, load balancers, and tools that ask for the contract, which is public.
     "/grpc.health.v1.Health/Check": EVERYBODY,
     "/grpc.health.v1.Health/List": EVERYBODY,
     "/grpc.health.v1.Health/Watch": EVERYBODY,
-    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": EVERYBODY,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": EVERYBODY,
 }
 """By path of the method."""
@@ -139,43 +132,32 @@ class Access:
     ) -> None:
         self._policy = policy
         self._identities = identities
-        self._granted: dict[tuple[str, ...], Grant] = {}
-        self._granted_by: Policy | None = None
+        # A policy may have many rules.
+        self._granted = lru_cache(MAX_KEPT)(Policy.granted)
 
     def admit(self, method: str, context: Context) -> None:
         """Raise `NotAllowed` if the caller may not call a method, whatever the request."""
-        entry, policy = TABLE.get(method), self._policy()
+        entry = TABLE.get(method)
         if entry is None:
             raise NotAllowed(f"{method} is not open to anybody here", identity="", role="", engine_id="", method=method)
-        if policy.everyone.covers(entry.roles):
-            return
-        identities = self._identities(context)
-        need = Need(entry.roles + entry.or_roles)
-        if not self._grant(policy, identities).allows(need):
-            raise _refusal(method, identities, need)
+        self._check(method, entry, context, lambda: (Need(entry.roles),))
 
     def check(self, method: str, request: Any, context: Context) -> None:
         """Raise `NotAllowed` unless the caller, who was admitted, may make a call with this request."""
-        entry, policy = TABLE[method], self._policy()
+        entry = TABLE[method]
+        self._check(method, entry, context, lambda: (Need(entry.roles), *entry.needs(request)))
+
+    def _check(self, method: str, entry: Entry, context: Context, needs: Callable[[], Iterable[Need]]) -> None:
+        policy = self._policy()
         if policy.everyone.covers(entry.roles):
             return
         identities = self._identities(context)
-        granted = self._grant(policy, identities)
+        granted = self._granted(policy, identities)
         if granted.covers(entry.roles):
             return
-        for need in entry.needs(request):
+        for need in needs():
             if not granted.allows(need):
                 raise _refusal(method, identities, need)
-
-    def _grant(self, policy: Policy, identities: tuple[str, ...]) -> Grant:
-        """Return the caller's grant. Kept for later calls, since a policy may have many rules."""
-        if policy is not self._granted_by or len(self._granted) >= MAX_KEPT:
-            self._granted.clear()
-            self._granted_by = policy
-        granted = self._granted.get(identities)
-        if granted is None:
-            granted = self._granted[identities] = policy.granted(identities)
-        return granted
 
 
 def _refusal(method: str, identities: tuple[str, ...], need: Need) -> NotAllowed:

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from kvferry._clock import to_duration
 from kvferry.errors import InvalidField, KvferryError, LeaseEnded
 from kvferry.v1 import admin_pb2 as apb
+from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.admin_pb2_grpc import AdminServicer
-from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.values import EngineRef
 from kvferry_server.home.home import Home
 from kvferry_server.servicers import checks, encode
 from kvferry_server.servicers.callers import Context, NamesOf, caller
@@ -22,9 +23,9 @@ audit = logging.getLogger("kvferry_server.audit")
 
 class Admin(AdminServicer):
     """The service of one home. Runs on the home's event loop. `drain` makes the whole node server take no new work, the
-    home included."""
+    home included (None: there is only the home)."""
 
-    def __init__(self, home: Home, drain: Callable[[], Awaitable[None]], names_of: NamesOf) -> None:
+    def __init__(self, home: Home, drain: Callable[[], Awaitable[None]] | None, names_of: NamesOf) -> None:
         self._home = home
         self._drain = drain
         self._names_of = names_of
@@ -36,7 +37,9 @@ class Admin(AdminServicer):
             if epoch != home.epoch:
                 expected = f"{home.epoch.hex()}, this start of the node server"
                 raise InvalidField("home_epoch", epoch.hex(), expected)
-            await self._drain()
+            if self._drain is not None:
+                await self._drain()
+            home.drain()
             with home.turn():
                 leases, remaining = home.records.live_leases()
         return apb.DrainResponse(home_epoch=home.epoch, leases=leases, leases_remaining=to_duration(remaining))
@@ -54,7 +57,9 @@ class Admin(AdminServicer):
             with home.turn() as now:
                 lease = home.lessor.revoke(source, number)
         return apb.EndLeaseResponse(
-            home_epoch=home.epoch, state=encode.read_state(lease), remaining=to_duration(lease.remaining(now))
+            home_epoch=home.epoch,
+            state=pb.ReadState.ValueType(lease.state),
+            remaining=to_duration(lease.remaining(now)),
         )
 
     async def AbortPublication(
@@ -86,8 +91,7 @@ class Admin(AdminServicer):
 
     @contextmanager
     def _audited(self, method: str, context: Context, values: dict[str, object]) -> Iterator[None]:
-        """Write a call's result to the audit log; an error within goes on to the caller. The guard refuses callers
-        without the role admin before this."""
+        """Write a call's result to the audit log. The guard refuses callers without the role admin before this."""
         result = "INTERNAL"
         try:
             yield

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from kvferry._tracing import calling_under, passed_on
-from kvferry_server.domain.identity import NOBODY, Names
+from kvferry_server.domain.values import NOBODY, Names
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -70,8 +70,7 @@ def traceparent_of(context: Context) -> str:
 
 
 def relaying(context: Context) -> AbstractContextManager[None]:
-    """Make calls to other node servers within the ``with`` block part of the call's trace: below this server's span of
-    it, if it records one."""
+    """Make calls to other node servers within the ``with`` block part of the call's trace."""
     return calling_under(passed_on(traceparent_of(context)))
 
 
@@ -84,8 +83,7 @@ def caller(context: Context, names: Names) -> str:
 
 
 def remote_host(context: Context) -> str:
-    """Return the host that budgets count a call against, as `host_of` does; empty for a caller on this host, whose
-    processes cannot be told apart."""
+    """Return the host that budgets count a call against; empty for this host, whose processes cannot be told apart."""
     host = host_of(context.peer())
     return "" if host.startswith("127.") or host == LOOPBACK_6 else host
 

@@ -7,10 +7,9 @@ from google.protobuf.message import Message
 
 from kvferry._arguments import SHOWABLE, showable
 from kvferry._clock import from_duration
-from kvferry._wire.authority import SECRET_BYTES
 from kvferry.errors import InvalidField
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.values import EngineRef
 from kvferry_server.servicers.limits import MAX_SECONDS, MAX_TEXT
 
 
@@ -28,11 +27,6 @@ def text(field: str, value: str, least: int = 1, most: int = MAX_TEXT) -> str:
 def random_bytes(field: str, value: bytes, *, optional: bool = False) -> bytes:
     """Return 16 bytes, or none if `optional`; raises `InvalidField`, without the bytes, since they may be secret."""
     return exactly(field, value, 16, optional=optional)
-
-
-def session_secret(value: bytes, *, optional: bool = False) -> bytes:
-    """Return a session secret of the right length; raises `InvalidField`. The home decides whether it is right."""
-    return exactly("session_secret", value, SECRET_BYTES, optional=optional)
 
 
 def engine_ref(field: str, message: pb.EngineRef | pb.Reference | pb.EngineReference) -> EngineRef:

@@ -10,7 +10,7 @@ from kvferry.geometry.plane import Interval
 from kvferry.planner.checksum import places_of
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.checksum_pages import ChecksumPage, Indexes
-from kvferry_server.domain.identity import EngineRef, Names
+from kvferry_server.domain.values import EngineRef, Names
 from kvferry_server.home.home import Home
 from kvferry_server.home.time_slices import TimeSlice
 from kvferry_server.servicers import checks, limits
@@ -59,8 +59,7 @@ async def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishCh
 async def read_checksums(
     home: Home, worker: Worker, request: pb.ReadChecksumsRequest, names: Names, host: str
 ) -> pb.ReadChecksumsResponse:
-    """Answer a reader's ReadChecksums. Raises `InvalidField` if a query is malformed, or the answer does not fit one
-    message, and as `Lessor.leased`."""
+    """Answer ReadChecksums. Raises `InvalidField`, also if the answer fits no message, and as `Lessor.leased`."""
     reader = checks.engine_ref("reader", request.reader)
     lease_id = checks.random_bytes("lease_id", request.lease_id)
     queries = _queries(request)
@@ -90,7 +89,7 @@ async def read_checksums(
             response.checksums.append(part)
         return response
 
-    return answer() if size <= limits.MAX_INLINE_BYTES else await worker.run(host, size, answer)
+    return answer() if size <= limits.MAX_INLINE_BYTES else await worker.run(host, answer)
 
 
 def _queries(request: pb.ReadChecksumsRequest) -> list[tuple[pb.ChecksumQuery, Interval, Indexes]]:

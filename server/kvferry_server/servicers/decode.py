@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvferry._prompt import MARK_BYTES
-from kvferry._wire.authority import AGENT_KEY_BYTES, proves_agent
+from kvferry._wire.authority import AGENT_KEY_BYTES, SECRET_BYTES, proves_agent
 from kvferry._wire.channel import MAX_NOTIFY_BYTES
 from kvferry._wire.geometry_codec import (
     agent_from_proto,
@@ -33,14 +33,21 @@ from kvferry.geometry.blocks import BlockRuns, Unfinished
 from kvferry.geometry.model import AgentInfo, EngineGeometry
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.engine_description import engine_header
-from kvferry_server.domain.identity import EngineRef, Names, RouterKey, RouterReference
+from kvferry_server.domain.engine import Process, Role
 from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES
-from kvferry_server.domain.questions import Ask
-from kvferry_server.domain.reads import LeaseRequest, RankOutcome, RankReport, ReadKey
-from kvferry_server.domain.registrations import Registration
+from kvferry_server.domain.registrations import Registration, engine_header
+from kvferry_server.domain.router_keys import Ask
 from kvferry_server.domain.steps import PublicationStep
-from kvferry_server.domain.watch_feed import Process, Role
+from kvferry_server.domain.values import (
+    EngineRef,
+    LeaseRequest,
+    Names,
+    RankOutcome,
+    RankReport,
+    ReadKey,
+    RouterKey,
+    RouterReference,
+)
 from kvferry_server.servicers import checks, limits
 
 
@@ -83,8 +90,7 @@ def reader_geometry(request: pb.HandshakeRequest) -> EngineGeometry:
 
 
 def reader_digest(request: pb.HandshakeRequest) -> bytes:
-    """Return a digest of all that `reader_geometry` decodes, but for the reader's name. Fields that this server does
-    not know count as well."""
+    """Return a digest of all that `reader_geometry` decodes, but for the reader's name, and of unknown fields."""
     geometry = pb.HandshakeRequest()
     geometry.CopyFrom(request)
     for name in ("engine_id", "incarnation", "reader", "reference"):
@@ -93,8 +99,7 @@ def reader_digest(request: pb.HandshakeRequest) -> bytes:
 
 
 def lease_request(request: pb.ReadBlocksRequest, max_parties: int, names: Names, host: str = "") -> LeaseRequest:
-    """Decode a ReadBlocks call, with at most `max_parties`. Raises `InvalidField` or `BadReference` if a field is
-    malformed."""
+    """Decode a ReadBlocks call, with at most `max_parties`. Raises `InvalidField` or `BadReference`."""
     checks.within("parties", request.parties, max_parties, least=1)
     named, routed = reference(request.reference), None
     if isinstance(named, RouterReference):
@@ -194,7 +199,7 @@ def process(request: pb.WatchRequest) -> Process:
         raise InvalidField("role", request.role, "WATCH_ROLE_SCHEDULER or WATCH_ROLE_RANK") from None
     if role is Role.SCHEDULER and request.rank:
         raise InvalidField("rank", request.rank, "0 for a scheduler")
-    checks.session_secret(request.session_secret)
+    checks.exactly("session_secret", request.session_secret, SECRET_BYTES)
     checks.random_bytes("resume_epoch", request.resume_epoch, optional=True)
     node = checks.text("relayed_by", request.relayed_by, least=0)
     return Process(checks.engine_ref("engine", request.engine), role, request.rank, node)
@@ -269,8 +274,7 @@ def reports(message: pb.ReadDone | pb.Validate, max_parties: int) -> tuple[RankR
 def hinted_read(
     message: pb.Validate, reader: EngineRef, max_parties: int, names: Names, host: str
 ) -> tuple[LeaseRequest, bytes]:
-    """Decode the read that a Validate ends, and the digest of its hint. Raises `InvalidField` or `BadReference` if a
-    field is malformed."""
+    """Decode the read that a Validate ends, and the digest of its hint. Raises `InvalidField` or `BadReference`."""
     checks.within("validate.parties", message.parties, max_parties, least=1)
     named, read_id = reference(message.reference), checks.random_bytes("validate.read_id", message.read_id)
     if isinstance(named, RouterReference):

@@ -7,12 +7,11 @@ from kvferry._wire.status import reason_number
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NAMED_RANKS
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
-from kvferry_server.domain.reads import LeaseState, RankReport, RevokeReason
 from kvferry_server.domain.router_keys import WaitingRead
 from kvferry_server.domain.times import Times
+from kvferry_server.domain.values import EngineRef, LeaseState, RankReport
 
 MOST = (1 << 64) - 1
 """The most that a field of 64 bits holds: peers state numbers whose sum is larger."""
@@ -28,19 +27,8 @@ def times(values: Times) -> pb.Times:
     return pb.Times(**{name: to_duration(getattr(values, name)) for name in pb.Times.DESCRIPTOR.fields_by_name})
 
 
-def revoke_reason(reason: RevokeReason | None) -> pb.RevokeReason.ValueType:
-    """Encode a reason; None becomes UNSPECIFIED."""
-    return pb.RevokeReason.ValueType(reason or 0)
-
-
-def read_state(lease: Lease) -> pb.ReadState.ValueType:
-    """Encode the state of a read."""
-    return pb.ReadState.ValueType(lease.state)
-
-
 def request_state(publication: PublicationRecord) -> ipb.RequestState.ValueType:
-    """Encode the state of a publication that has arrived. A publication that was forgotten meanwhile was released
-    before."""
+    """Encode the state of a publication that has arrived. One that was forgotten meanwhile was released before."""
     forgotten = publication.stage is PublicationStage.FORGOTTEN
     return ipb.RequestState.Value(f"REQUEST_STATE_{'RELEASED' if forgotten else publication.stage.name}")
 
@@ -114,7 +102,7 @@ def read_summary(lease: Lease) -> pb.ReadSummary:
     return pb.ReadSummary(
         reader=engine_ref(lease.request.read.reader),
         lease_number=lease.number,
-        state=read_state(lease),
+        state=pb.ReadState.ValueType(lease.state),
         parties=lease.request.parties,
         reported=len(lease.reports),
         bytes=min(sum(report.bytes for report in lease.reports.values()), MOST),

@@ -4,21 +4,27 @@ errors into statuses."""
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator
+import secrets
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from kvferry._clock import to_duration
+from kvferry._wire.authority import SECRET_BYTES
 from kvferry._wire.version import OURS_ENCODED, check_caller
+from kvferry.errors import InvalidField, PublicationTimeout, ServerDraining
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer
+from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.limits import MAX_NAMED_RANKS
+from kvferry_server.domain.publications import Lease, PublicationStage
+from kvferry_server.domain.routing import unless_all_refuse
+from kvferry_server.domain.values import EngineRef, LeaseRequest
 from kvferry_server.home.home import Home
 from kvferry_server.servicers import checks, decode, encode
-from kvferry_server.servicers.callers import Context, NamesOf, names_of, on_end, relaying, remote_host
+from kvferry_server.servicers.callers import Context, NamesOf, names_of, relaying, remote_host
 from kvferry_server.servicers.checksums import read_checksums
-from kvferry_server.servicers.limits import MAX_DIGESTED_BYTES
+from kvferry_server.servicers.limits import MAX_DIGESTED_BYTES, READ_BYTES, READ_STEPS
 from kvferry_server.servicers.notify import notify
-from kvferry_server.servicers.read_blocks import read_blocks
 from kvferry_server.servicers.relay import Caller, Relays
 from kvferry_server.servicers.watch import watch
 from kvferry_server.servicers.worker import Worker
@@ -42,9 +48,9 @@ class KVTransfer(KVTransferServicer):
         check_caller(request.version, request.relayed_by)
         home.check_not_draining()
         relayed = self._relays.applies(request.home, request.relayed_by)
-        secret = checks.session_secret(request.session_secret)
-        host, size = remote_host(context), request.ByteSize()
-        registration = await self._worker.run(host, size, lambda: decode.registration(request))
+        secret = checks.exactly("session_secret", request.session_secret, SECRET_BYTES)
+        host = remote_host(context)
+        registration = await self._worker.run(host, lambda: decode.registration(request))
         if relayed:
             with relaying(context):
                 return await self._relays.register_cache(request, self._caller(context))
@@ -53,7 +59,7 @@ class KVTransfer(KVTransferServicer):
         if whole is not None:
             # Checked before the registration counts, so that the rank may correct itself. Meanwhile no other rank can
             # become the last.
-            await self._worker.run(host, size, whole.check_complete)
+            await self._worker.run(host, whole.check_complete)
         with home.turn():
             engine = home.engines.register(registration, secret)
             reuse_after = home.engines.reuse_after(registration.engine)
@@ -86,9 +92,9 @@ class KVTransfer(KVTransferServicer):
                 engine = home.engines.find(reader)
             description = engine.check_readable()
         description.check_version(version)
-        own, host, size = engine.ref == reader, remote_host(context), request.ByteSize()
+        own, host = engine.ref == reader, remote_host(context)
         agents = reference is not None and not own
-        digest = decode.reader_digest(request) if size <= MAX_DIGESTED_BYTES and not own else b""
+        digest = decode.reader_digest(request) if not own and request.ByteSize() <= MAX_DIGESTED_BYTES else b""
 
         def answer() -> tuple[bytes, ...]:
             if not own:
@@ -100,7 +106,7 @@ class KVTransfer(KVTransferServicer):
 
         pages = description.made_pages(digest, agents=agents)
         if pages is None:
-            pages = await self._worker.run(host, size, answer)
+            pages = await self._worker.run(host, answer)
         for page in pages:
             with home.memory.hold(host or reader, host, len(page)):
                 yield page
@@ -110,16 +116,13 @@ class KVTransfer(KVTransferServicer):
     ) -> bytes:
         home = self._home
         check_caller(request.version)
-        host = remote_host(context)
-        lease_request = decode.lease_request(request, home.limits.ranks, self._names_of(context), host)
+        names, host = self._names_of(context), remote_host(context)
+        lease_request = decode.lease_request(request, home.limits.ranks, names, host)
         lease_id = checks.random_bytes("lease_id", request.lease_id, optional=True)
         wait = min(_time_to_wait(context), home.times.max_wait)
         if request.HasField("wait"):
             wait = min(wait, checks.seconds("wait", request.wait) or wait)
-        answer = await read_blocks(home, lease_request, wait, lease_id, request.next_step)
-        # Counted against the host of this call, not that of the lease's first call.
-        on_end(context, home.memory.hold(lease_request.holder, host, len(answer)).close)
-        return answer
+        return await read_blocks(home, lease_request, wait, lease_id, request.next_step)
 
     async def Notify(self, request: pb.NotifyRequest, context: Context) -> pb.NotifyResponse:
         check_caller(request.version)
@@ -154,3 +157,131 @@ def _time_to_wait(context: Context) -> float:
     if remaining is None:
         return math.inf
     return max(0.0, remaining - min(ANSWER_MOST, ANSWER_FRACTION * remaining))
+
+
+async def read_blocks(
+    home: Home, request: LeaseRequest, wait: float, lease_id: bytes = b"", next_step: int = 0
+) -> bytes:
+    """Grant a lease on a publication, or find the reader's lease, and answer as soon as there is something that the
+    reader lacks; with nothing new when the `wait`, in seconds, is over. Cancelling the call does not end the lease. If
+    `lease_id` is empty, or another lease's, the answer has the lease and all steps, and comes at once. `next_step` is
+    the index of the first step that the reader lacks under that lease. Returns an encoded `ReadBlocksResponse`.
+
+    Raises:
+        InvalidField: `next_step` is above the number of steps.
+        PublicationTimeout: the publication did not arrive in time.
+        LeaseEnded: the lease has ended.
+        ServerDraining: the node server is draining; the lease goes on.
+        KvferryError: all that `Lessor.grant`, `Routing.find` and `Engine.check_readable` raise.
+    """
+    waits_until = home.clock.now() + wait
+    asked = await _found(home, request, waits_until, wait)
+    lease = _granted(home, asked, lease_id)
+    publication = lease.publication
+    if not secrets.compare_digest(lease_id, lease.lease_id):
+        # The reader goes on with the publication's own reference.
+        reference = home.reference(publication) if request.routed is not None else ""
+        return _answer(home, lease, 0, _accepted(lease, reference, home.clock.now()))
+    there = len(publication.steps)
+    if next_step > there:
+        raise InvalidField("next_step", next_step, f"at most {there}, the steps there are")
+    never_came = _timeout(f"{publication} was not published", publication.source, publication.number, wait)
+    with home.wakeups.watching(publication) as waker:
+        while len(publication.steps) <= next_step and not publication.complete and lease.revoked is None:
+            if not lease.live and not publication.step_count:
+                raise never_came
+            lease.check_replay(asked)
+            if home.draining:
+                raise ServerDraining("this node server is draining; the lease goes on")
+            left = waits_until - home.clock.now()
+            if left <= 0:
+                if publication.stage is PublicationStage.AWAITED:
+                    raise never_came
+                break
+            await waker.wait(left)
+            waker.clear()
+    return _answer(home, lease, next_step)
+
+
+async def _found(home: Home, request: LeaseRequest, waits_until: float, wait: float) -> LeaseRequest:
+    """Return the request for a lease. A read with a router's reference waits here, since nothing is pinned yet."""
+    routed = request.routed
+    if routed is None:
+        return request
+    wanted = routed.router_key
+    with home.turn():
+        engines = home.engines.find_named(routed.engine_ids)
+        sources = [engine.ref for engine in engines]
+        found = home.routing.find(sources, wanted)
+        if found is not None:
+            return home.routing.request(found, request)
+        unless_all_refuse(engines, Engine.check_readable)
+        waiting = home.routing.wait(sources, wanted, request)
+    try:
+        with home.wakeups.watching(wanted.name) as waker:
+            while True:
+                with home.turn():
+                    found = home.routing.find(_living(home, sources), wanted)
+                    if found is not None:
+                        return home.routing.request(found, request)
+                left = waits_until - home.clock.now()
+                if left <= 0:
+                    problem = f"nothing was published by engine {sources[0].engine_id!r} under the router key"
+                    raise _timeout(f"{problem} {wanted.name!r}", sources[0], 0, wait)
+                await waker.wait(left)
+                waker.clear()
+    finally:
+        home.routing.end_wait(waiting)
+
+
+def _living(home: Home, sources: Sequence[EngineRef]) -> list[EngineRef]:
+    """Return the incarnations that are alive. Raises `PeerRestarted` or `EngineUnknown` if none is."""
+    return unless_all_refuse(sources, lambda ref: home.engines.find_live(ref.engine_id, ref.incarnation).ref)
+
+
+def _granted(home: Home, request: LeaseRequest, lease_id: bytes) -> Lease:
+    """Grant a lease. A reader that shows the lease_id goes on even if its source is gone."""
+    source = request.read.source
+    with home.turn():
+        if not (lease_id and home.lessor.has_lease(request.read, lease_id)):
+            home.engines.find_live(source.engine_id, source.incarnation).check_readable()
+        return home.lessor.grant(request)
+
+
+def _timeout(problem: str, source: EngineRef, number: int, wait: float) -> PublicationTimeout:
+    return PublicationTimeout(
+        f"{problem} within {wait:.3f} s", engine_id=source.engine_id, publication=number, waited_ms=round(wait * 1000)
+    )
+
+
+def _answer(home: Home, lease: Lease, next_step: int, accepted: pb.Accepted | None = None) -> bytes:
+    """Encode the steps from `next_step` on, as many as an answer may take. Each step came in one Notify, so one more
+    step and the payload fit a message when the limits are reached."""
+    publication = lease.publication
+    answer = pb.ReadBlocksResponse(home_epoch=home.epoch, version=OURS_ENCODED, accepted=accepted)
+    steps, room = list[bytes](), READ_BYTES
+    for step in publication.steps[next_step : next_step + READ_STEPS]:
+        if room <= 0:
+            break
+        steps.append(step.encoded)
+        room -= len(step.encoded)
+    if next_step + len(steps) == len(publication.steps):
+        if publication.complete:
+            answer.complete.MergeFrom(pb.Complete(payload=publication.steps[-1].payload, steps=len(publication.steps)))
+        if lease.revoked is not None:
+            answer.revoked.reason = pb.RevokeReason.ValueType(lease.revoked or 0)
+    return b"".join((answer.SerializeToString(), *steps))
+
+
+def _accepted(lease: Lease, reference: str, now: float) -> pb.Accepted:
+    publication = lease.publication
+    return pb.Accepted(
+        lease_id=lease.lease_id,
+        remaining=to_duration(lease.remaining(now)),
+        renew_every=to_duration(lease.times.renew_every),
+        source=encode.engine_ref(publication.source),
+        publication=publication.number,
+        request_id=publication.request_id,
+        lease_number=lease.number,
+        reference=reference,
+    )

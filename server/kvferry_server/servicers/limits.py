@@ -41,10 +41,8 @@ MAX_INLINE_BYTES = 16 * 1024  # Bytes of a message that the event loop decodes; 
 # Bytes of a Handshake request up to which its geometry is looked up by its digest, in a tenth of a millisecond on the
 # event loop; larger ones are always compared.
 MAX_DIGESTED_BYTES = 64 * 1024
-MAX_WAITING_BYTES = 128 << 20  # Bytes of the messages that wait for the worker thread or are on it; shared by hosts
-MAX_HOMES = 256  # Homes that the relays are connected to at once
-# Connected homes up to which declines may add another. Every bearer of a reference sends declines, and ranks that
-# register must not wait for them.
-MAX_DECLINE_HOMES = MAX_HOMES // 4
+MAX_RELAYED_CALLS = 1024  # Registrations and Watches of ranks that are relayed at once
+# Declines that are sent on at once. Every bearer of a reference sends declines, and ranks must not wait for them.
+MAX_RELAYED_DECLINES = 64
 READ_BYTES = 1 << 20  # Bytes of blocks after which an answer to ReadBlocks takes no more steps
 READ_STEPS = 1024  # Steps after which an answer to ReadBlocks takes no more

@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Hashable, Sequence
 
 from kvferry._clock import to_duration
+from kvferry._wire.authority import SECRET_BYTES
 from kvferry._wire.status import NOTIFICATION_ERROR_BYTES, to_notification_error
 from kvferry._wire.version import OURS_ENCODED
 from kvferry.errors import EngineUnknown, HomeRecovering, InvalidField, KvferryError, NotAllowed
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import EngineRef, RouterReference
-from kvferry_server.domain.reads import ReportAnswer
+from kvferry_server.domain.values import EngineRef, RouterReference
 from kvferry_server.home.home import Home
 from kvferry_server.home.time_slices import TimeSlice
-from kvferry_server.servicers import checks, decode, encode
+from kvferry_server.servicers import checks, decode
 from kvferry_server.servicers.checksums import publish_checksums
 from kvferry_server.servicers.limits import MAX_ACKNOWLEDGED, MAX_NOTIFICATIONS, MAX_SNAPSHOT_NAME
 from kvferry_server.servicers.relay import Caller, Relays
@@ -40,7 +40,7 @@ async def notify(
             unknown at present.
     """
     checks.within("notifications", len(request.notifications), MAX_NOTIFICATIONS, unit="notifications")
-    checks.session_secret(request.session_secret, optional=True)
+    checks.exactly("session_secret", request.session_secret, SECRET_BYTES, optional=True)
     sender = checks.engine_ref("sender", request.sender) if request.HasField("sender") else None
     kinds = [notification.WhichOneof("kind") or "unknown" for notification in request.notifications]
     from_source = not OF_A_SOURCE.isdisjoint(kinds)
@@ -151,13 +151,13 @@ def _from_reader(
         lease_id = checks.random_bytes("renew.lease_id", notification.renew.lease_id)
         with home.turn() as now:
             lease = home.lessor.renew(lease_id, sender, names)
-        remaining, revoked = to_duration(lease.remaining(now)), encode.revoke_reason(lease.revoked)
+        remaining, revoked = to_duration(lease.remaining(now)), pb.RevokeReason.ValueType(lease.revoked or 0)
         return pb.NotificationResult(renewed=pb.Renewed(remaining=remaining, revoked=revoked))
     if kind == "read_done":
         lease_id = checks.random_bytes("read_done.lease_id", notification.read_done.lease_id)
         reports = decode.reports(notification.read_done, home.limits.ranks)
         with home.turn():
-            return _read_ended(home.lessor.report(lease_id, sender, reports, names))
+            return pb.NotificationResult(read_ended=home.lessor.report(lease_id, sender, reports, names))
     if kind == "validate":
         validate = notification.validate
         request, digest = decode.hinted_read(validate, sender, home.limits.ranks, names, caller.host)
@@ -168,7 +168,7 @@ def _from_reader(
             home.check_not_draining()
         with home.turn():
             home.engines.find_live(source.engine_id, source.incarnation)
-            return _read_ended(home.lessor.validate(request, digest, reports))
+            return pb.NotificationResult(read_ended=home.lessor.validate(request, digest, reports))
     if kind == "ask":
         return _ask(home, sender, caller, notification.ask)
     lease_id = checks.random_bytes("cancel.lease_id", notification.cancel.lease_id)
@@ -198,13 +198,6 @@ def _ask(home: Home, sender: EngineRef, caller: Caller, message: pb.Ask) -> pb.N
     return _done()
 
 
-def _read_ended(answer: ReportAnswer) -> pb.NotificationResult:
-    verdict = pb.Verdict.ValueType(answer.verdict)
-    return pb.NotificationResult(
-        read_ended=pb.ReadEnded(verdict=verdict, reported=answer.reported, complete=answer.complete)
-    )
-
-
 def _decline(home: Home, relays: Relays, decline: pb.Decline, holder: Hashable) -> pb.NotificationResult | str:
     found = decode.reference(decline.reference)
     with home.turn():
@@ -212,10 +205,12 @@ def _decline(home: Home, relays: Relays, decline: pb.Decline, holder: Hashable) 
             if isinstance(found, RouterReference):
                 sources = [engine.ref for engine in home.engines.find_named(found.engine_ids)]
                 # The reference names no incarnation, and an engine of another home may have the same name.
-                ours = home.routing.concerned(sources, found.router_key)
-                if not (ours or decline.relayed_by) and relays.applies(found.home, ""):
+                elsewhere = not decline.relayed_by and relays.applies(found.home, "")
+                given_up = decline.not_published
+                if not home.routing.decline(
+                    sources, found.router_key, holder, not_published=given_up, elsewhere=elsewhere
+                ):
                     return found.home
-                home.routing.decline(sources, found.router_key, holder, not_published=decline.not_published)
             else:
                 home.engines.find_live(found.source.engine_id, found.source.incarnation)
                 home.lessor.decline(found.source, found.publication, found.key)

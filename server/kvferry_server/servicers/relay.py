@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -35,11 +36,11 @@ from kvferry._wire.version import OURS_AS_RELAY, OURS_ENCODED, check_server
 from kvferry.errors import InvalidField, KvferryError, RelayLoop, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
-from kvferry_server.domain.event_log import EventLog
-from kvferry_server.domain.identity import Names
-from kvferry_server.domain.limits import Budget, check_budget, check_limit
+from kvferry_server.domain.journal import EventLog
+from kvferry_server.domain.limits import Budget, check_budget
+from kvferry_server.domain.values import Names
 from kvferry_server.servicers import checks
-from kvferry_server.servicers.limits import MAX_DECLINE_HOMES, MAX_HOMES
+from kvferry_server.servicers.limits import MAX_RELAYED_CALLS, MAX_RELAYED_DECLINES
 
 if TYPE_CHECKING:
     from kvferry.v1.kv_transfer_pb2_grpc import KVTransferAsyncStub
@@ -51,61 +52,24 @@ REGISTER_TIMEOUT = 5.0
 OPEN_TIMEOUT = 5.0
 RANK_LEFT_TIMEOUT = 1.0
 
-RELAY_RETRY_AFTER = 1.0  # Retry delay, in seconds, when the relays are connected to too many homes
-
-logger = logging.getLogger(__name__)
+RELAY_RETRY_AFTER = 1.0  # Retry delay, in seconds, when too many calls are relayed
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The holder that a relayed call counts against: its host (empty: this host), and the names in the caller's
-    certificate."""
+    """Who has made a call."""
 
-    host: str
-    names: Names
+    host: str  # empty: this host
+    names: Names  # in the caller's certificate
 
-    def holders(self) -> Iterator[str]:
-        """Yield the holders in budgets: the host, and the identity if there is one."""
-        yield f"host {self.host}" if self.host else ""
-        if self.names:
-            yield "identity " + ", ".join(sorted(repr(name.decode(errors="backslashreplace")) for name in self.names))
-
-
-class _Places:
-    """The connections that one kind of call may open, so that silent homes named by one caller do not take all of them.
-    A call may open another connection while fewer than `most`, of any kind, are open."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._budgets = (Budget(most), Budget(most))
-
-    def check(self, caller: Caller) -> None:
-        for budget, holder in zip(self._budgets, caller.holders(), strict=False):
-            check_budget("relayed_homes", budget, holder, RELAY_RETRY_AFTER)
-
-    def take(self, caller: Caller) -> ExitStack:
-        """Count a connection that a caller has opened until the context ends."""
-        taken = ExitStack()
-        for budget, holder in zip(self._budgets, caller.holders(), strict=False):
-            budget.take(holder)
-            taken.callback(budget.give, holder)
-        return taken
-
-
-@dataclass(slots=True)
-class _HomeChannel:
-    """A channel to a home and its stub, the TLS files that it was made with, what it takes of its caller's budgets, and
-    the number of calls that use it."""
-
-    channel: grpc.aio.Channel
-    stub: KVTransferAsyncStub
-    tls: TlsConfig | TlsContent | None
-    place: ExitStack
-    users: int = 0
+    @property
+    def holder(self) -> str:
+        """The holder in budgets: the identity if there is one, else the host."""
+        return ", ".join(sorted(repr(name.decode(errors="backslashreplace")) for name in self.names)) or self.host
 
 
 class Relays:
-    """Connections to the homes of ranks that run here. Not thread-safe: it belongs to the event loop that runs it.
+    """Calls to the homes of ranks that run here. Not thread-safe: it belongs to the event loop that runs it.
 
     Args:
         advertise: the address at which others reach this server.
@@ -113,8 +77,7 @@ class Relays:
             certificate of that CA are accepted.
         anywhere: any home may be dialled also without a CA; otherwise only homes on this host.
         patterns: shell patterns of ``host:port``; if there are any, they alone decide which homes may be dialled.
-        content: returns the present content of the TLS files, for later connections. None: `tls` is read for each
-            connection.
+        content: returns the present content of the TLS files. None: `tls` is read for each call.
         events: the log of why a home cannot be reached, which callers do not get; None: no log.
         dial: makes a channel to a home.
     """
@@ -138,14 +101,14 @@ class Relays:
         self._patterns = tuple(patterns)
         self._content = content
         self._events = events
-        self._connections: dict[Address, _HomeChannel] = {}
-        self._of_ranks, self._of_declines = _Places(MAX_HOMES), _Places(MAX_DECLINE_HOMES)
+        self._calls: Counter[Address] = Counter()  # in progress, by home
+        self._of_ranks, self._of_declines = Budget(MAX_RELAYED_CALLS), Budget(MAX_RELAYED_DECLINES)
         self._endings: dict[tuple[bytes, int], asyncio.Task[None]] = {}
         self._stopping = False
 
     @property
     def num_homes(self) -> int:
-        return len(self._connections)
+        return len(self._calls)
 
     def stop(self) -> None:
         """Note that this node server stops: from now on the end of a Watch is not reported as a rank that has left."""
@@ -176,12 +139,12 @@ class Relays:
         Raises:
             Unreachable: the home does not answer as a node server. The error has no details: strangers name homes, and
                 must not learn which ports of other hosts are open.
-            LimitReached, InvalidField: too many homes are connected; this server may not dial the home.
+            LimitReached, InvalidField: too many calls are relayed; this server may not dial the home.
         """
         home = request.home
         request.relayed_by = self._advertise
         request.version.relay.CopyFrom(OURS_AS_RELAY)
-        async with self._calling(home, self._of_ranks, caller) as stub:
+        async with self._called(home, self._of_ranks, caller) as stub:
             answer = await stub.RegisterCache(request, timeout=REGISTER_TIMEOUT, metadata=call_metadata())
         _check_home(answer.version, home)
         answer.advertise = self._advertise
@@ -196,7 +159,7 @@ class Relays:
         for sent in notifications:
             sent.decline.relayed_by = self._advertise
         request = pb.NotifyRequest(notifications=notifications, version=OURS_ENCODED)
-        async with self._calling(home, self._of_declines, caller) as stub:
+        async with self._called(home, self._of_declines, caller) as stub:
             answer = await stub.Notify(request, timeout=timeout, metadata=call_metadata())
         check_server(answer.version, home, "this relay")
         if len(answer.results) != len(declines):
@@ -214,8 +177,9 @@ class Relays:
         if ending := self._endings.get(process):
             # The home must learn that the rank left before it learns that the rank is back.
             await asyncio.wait([ending])
-        connection = self._enter(home, self._of_ranks, caller)
-        call = connection.stub.Watch(request)
+        connection = AsyncExitStack()
+        stub = await connection.enter_async_context(self._called(home, self._of_ranks, caller))
+        call = stub.Watch(request)
         left = False
         try:
             messages = aiter(call)
@@ -237,34 +201,20 @@ class Relays:
             raise self.unreachable(home, f"it did not open a Watch within {OPEN_TIMEOUT:g} s") from None
         finally:
             # In a separate task: this task is cancelled if the rank is gone.
-            ending = self._endings[process] = asyncio.create_task(self._end_watch(connection, call, request, left=left))
+            told = self._tell_left(stub, request) if left and not self._stopping else None
+            ending = self._endings[process] = asyncio.create_task(_end_watch(told, call, connection))
             ending.add_done_callback(partial(self._ended_watch, process))
 
-    async def _end_watch(
-        self,
-        connection: _HomeChannel,
-        call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.WatchResponse],
-        request: pb.WatchRequest,
-        *,
-        left: bool,
-    ) -> None:
-        """End a rank's Watch at the home. If the rank `left`, first notify the home: otherwise it assumes that the
-        whole node is lost."""
+    async def _tell_left(self, stub: KVTransferAsyncStub, request: pb.WatchRequest) -> None:
+        """Notify the home that a rank has left: otherwise it assumes that the whole node is lost."""
         notice = pb.NotifyRequest(
             version=OURS_ENCODED,
             sender=request.engine,
             session_secret=request.session_secret,
             notifications=[pb.Notification(rank_left=pb.RankLeft(rank=request.rank))],
         )
-        try:
-            if left and not self._stopping:
-                await connection.stub.Notify(notice, timeout=RANK_LEFT_TIMEOUT)
-        except grpc.RpcError as error:
-            problem = from_rpc_error(error, request.home, self._tls)
-            logger.info("could not tell home %s that rank %d has left: %s", request.home, request.rank, problem)
-        finally:
-            call.cancel()
-            await self._leave(connection)
+        with suppress(grpc.RpcError):
+            await stub.Notify(notice, timeout=RANK_LEFT_TIMEOUT)
 
     def _ended_watch(self, process: tuple[bytes, int], ending: asyncio.Task[None]) -> None:
         if self._endings.get(process) is ending:
@@ -287,30 +237,23 @@ class Relays:
         return found
 
     @asynccontextmanager
-    async def _calling(self, home: str, places: _Places, caller: Caller) -> AsyncIterator[KVTransferAsyncStub]:
-        """Give a stub of a home for a call within the context, whose failure becomes a typed error."""
-        connection = self._enter(home, places, caller)
+    async def _called(self, home: str, budget: Budget, caller: Caller) -> AsyncIterator[KVTransferAsyncStub]:
+        """Give a stub of a home for one call within the context, whose failure becomes a typed error. The call counts
+        in a budget, so that silent homes named by one caller take no room from others."""
+        address, holder = self._checked(home), caller.holder
+        check_budget("relayed_calls", budget, holder, RELAY_RETRY_AFTER)
+        channel = self._dial(str(address), self._tls if self._content is None else self._content())
+        budget.take(holder)
+        self._calls[address] += 1
         try:
-            yield connection.stub
+            stub: KVTransferAsyncStub = KVTransferStub(channel)  # type: ignore[assignment]
+            yield stub
         except grpc.RpcError as error:
             raise self._failed(error, home) from None
         finally:
-            await self._leave(connection)
-
-    def _enter(self, home: str, places: _Places, caller: Caller) -> _HomeChannel:
-        address = self._checked(home)
-        connection = self._connections.get(address)
-        if connection is None:
-            check_limit("relayed_homes", len(self._connections), places.most, RELAY_RETRY_AFTER)
-            places.check(caller)
-        tls = self._tls if self._content is None else self._content()
-        if connection is None or connection.tls != tls:
-            # Calls that use an older channel keep it until they end.
-            channel = self._dial(str(address), tls)
-            stub: KVTransferAsyncStub = KVTransferStub(channel)  # type: ignore[assignment]
-            connection = self._connections[address] = _HomeChannel(channel, stub, tls, places.take(caller))
-        connection.users += 1
-        return connection
+            budget.give(holder)
+            self._calls -= Counter((address,))
+            await channel.close()
 
     def _checked(self, home: str) -> Address:
         """Return the address of a home; raise `InvalidField` unless this server may dial it. Every caller that can
@@ -331,13 +274,17 @@ class Relays:
             )
         return address
 
-    async def _leave(self, connection: _HomeChannel) -> None:
-        connection.users -= 1
-        if not connection.users:
-            for address in [at for at, current in self._connections.items() if current is connection]:
-                del self._connections[address]
-            connection.place.close()
-            await connection.channel.close()
+
+async def _end_watch(
+    told: Coroutine[None, None, None] | None,
+    call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.WatchResponse],
+    connection: AsyncExitStack,
+) -> None:
+    """End a rank's Watch at the home, once the home was `told` that the rank has left."""
+    async with connection:
+        if told is not None:
+            await told
+        call.cancel()
 
 
 def _check_home(version: pb.Version, home: str) -> None:

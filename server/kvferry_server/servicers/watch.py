@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import ExitStack, aclosing, contextmanager, suppress
+import itertools
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import ExitStack, aclosing
 
 from kvferry._clock import to_duration
 from kvferry._wire.version import OURS_ENCODED
 from kvferry.errors import LimitReached, ServerDraining, WatchTakenOver
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain.engine import Event, Feed, Process
 from kvferry_server.domain.publications import PublicationRecord
-from kvferry_server.domain.questions import Question
-from kvferry_server.domain.reads import LeaseState
-from kvferry_server.domain.watch_feed import Event, Feed, Process
-from kvferry_server.home.home import EVENT_BYTES, Home
+from kvferry_server.domain.router_keys import Question
+from kvferry_server.domain.values import LeaseState
+from kvferry_server.home.home import Home
 from kvferry_server.servicers import encode
 from kvferry_server.servicers.limits import MAX_RELEASED_READS
 
@@ -56,12 +57,11 @@ async def watch(
                             yield message
                     # Events that happened meanwhile may have been dropped.
                     continue
-                for sequence, event in feed.after(sent):
-                    _check_current(feed, number)
-                    sent = sequence
-                    with _taken(home, process, host, event) as goes:
-                        if goes:
-                            yield _message(home, event, sequence)
+                events = feed.after(sent)
+                async with aclosing(_messages(home, feed, number, host, events)) as messages:
+                    async for message in messages:
+                        yield message
+                sent = events[-1][0] if events else sent
                 _check_current(feed, number)
                 if feed.after(sent):
                     continue
@@ -76,43 +76,31 @@ async def watch(
 
 
 async def _full_state(home: Home, feed: Feed, number: int, host: str) -> AsyncGenerator[pb.WatchResponse, None]:
-    process = feed.process
-    events = home.state(process)
-    size = EVENT_BYTES * len(events)
-    if feed.full_states:
-        # Only the first full state is sent unchecked, since without one the engine dies. Watches that were taken over
-        # may never take theirs, so further full states count.
-        home.memory.check(process.engine, size)
-    feed.full_states += 1
-    home.memory.take(process.engine, size)
-    try:
-        for event in events:
-            _check_current(feed, number)
-            with _taken(home, process, host, event) as goes:
-                if goes:
-                    yield _message(home, event)
-    finally:
-        home.memory.give(process.engine, size)
-        feed.full_states -= 1
-    synced = pb.WatchSynced(need_resync=home.need_resync(process))
+    events = zip(itertools.repeat(0), home.state(feed.process))
+    async with aclosing(_messages(home, feed, number, host, events)) as messages:
+        async for message in messages:
+            yield message
+    synced = pb.WatchSynced(need_resync=home.need_resync(feed.process))
     yield pb.WatchResponse(home_epoch=home.epoch, synced=synced)
 
 
-@contextmanager
-def _taken(home: Home, process: Process, host: str, event: Event) -> Iterator[bool]:
-    """Give whether an event is to be sent, and hold its memory until the context ends, when the process has taken it. A
-    question is left out if it has ended while earlier events were sent: its prompt is gone; and if its process, or
-    host, holds too much: Watches that were taken over may never take the questions that they were being sent."""
-    if not isinstance(event, Question):
-        yield True
-        return
-    goes = False
-    with ExitStack() as held:
-        if event.open:
-            with suppress(LimitReached):
-                held.enter_context(home.memory.hold(host or process.engine, host, event.ask.size))
-                goes = True
-        yield goes
+async def _messages(
+    home: Home, feed: Feed, number: int, host: str, events: Iterable[tuple[int, Event]]
+) -> AsyncGenerator[pb.WatchResponse, None]:
+    """Yield the messages of numbered events. A question is left out if it has ended while earlier events were sent: its
+    prompt is gone; and if its process, or host, holds too much: Watches that were taken over may never take the
+    questions that they were being sent."""
+    for sequence, event in events:
+        _check_current(feed, number)
+        with ExitStack() as held:
+            if isinstance(event, Question):
+                if not event.open:
+                    continue
+                try:
+                    held.enter_context(home.memory.hold(host or feed.process.engine, host, event.ask.size))
+                except LimitReached:
+                    continue
+            yield _message(home, event, sequence)
 
 
 def _check_current(feed: Feed, number: int) -> None:
@@ -123,16 +111,12 @@ def _check_current(feed: Feed, number: int) -> None:
         raise WatchTakenOver(f"a newer Watch of the same process of {engine_id!r} took over", engine_id=engine_id)
 
 
-def _message(home: Home, event: Event, sequence: int = 0) -> pb.WatchResponse:
+def _message(home: Home, event: Event, sequence: int) -> pb.WatchResponse:
     response = pb.WatchResponse(home_epoch=home.epoch, sequence=sequence)
     if isinstance(event, PublicationRecord):
         response.released.CopyFrom(_released(event))
     elif isinstance(event, Question):
-        if event.open:
-            response.question.MergeFrom(_question(event, home.clock.now()))
-        else:
-            # It has ended since the event.
-            response.question_ended.number = event.number
+        response.question.MergeFrom(_question(event, home.clock.now()))
     elif isinstance(event, pb.RankLost):
         response.rank_lost.CopyFrom(event)
     elif isinstance(event, pb.QuestionEnded):

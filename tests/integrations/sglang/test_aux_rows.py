@@ -46,7 +46,6 @@ def test_first_token_of_another_engine_fills_a_row() -> None:
     buffers = Buffers()
     for array in buffers.arrays:
         array[:] = 9
-    assert buffers.rows.write(3, first_token_payload(417), room=2**63 - 5) is None
     assert buffers.rows.write(3, first_token_payload(417, 75), room=2**63 - 5) == 75
     assert buffers.arrays[0][3].tolist() == [417] + [0] * 15
     assert not buffers.arrays[1][3].any()
@@ -91,7 +90,7 @@ def test_the_payload_of_another_request_is_refused(room: int) -> None:
 def test_tokens_outside_the_vocabulary_are_refused(token: int) -> None:
     ours, theirs = Buffers(), Buffers()
     ours.arrays[0][0, 0], ours.arrays[2][0, 0] = token, 1
-    payloads = [ours.rows.payload(0, 10)] + ([first_token_payload(token)] if token > 0 else [])
+    payloads = [ours.rows.payload(0, 10)] + ([first_token_payload(token, 10)] if token > 0 else [])
     for payload in payloads:
         with pytest.raises(BadPayload, match="512"):
             theirs.rows.write(0, payload, room=1)
@@ -104,13 +103,13 @@ def test_rows_that_may_not_fit_a_payload_are_refused_at_the_start() -> None:
 
 
 def test_first_token_payloads_are_distinguished_from_others() -> None:
-    assert first_token(first_token_payload(0)) == FirstToken(0)
+    assert first_token(first_token_payload(0, 1)) == FirstToken(0, 1)
     assert first_token(first_token_payload(2**31 - 1, 75)) == FirstToken(2**31 - 1, 75)
     assert first_token(b"417") is None
-    assert first_token(first_token_payload(2**31)) is None
-    assert first_token(first_token_payload(417)[:-3]) is None
+    assert first_token(first_token_payload(2**31, 1)) is None
+    assert first_token(first_token_payload(417, 75)[:-3]) is None
     for damaged in (b" ", b" 7 5", b" 2147483648", b" -1", b" 1x"):
-        assert first_token(first_token_payload(417) + damaged) is None
+        assert first_token(first_token_payload(417, 75) + damaged) is None
 
 
 def test_a_row_that_is_longer_than_its_buffer_writes_nothing() -> None:

@@ -8,14 +8,11 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
 
 import pytest
 
 from kvferry._wire.reference import parse_reference
-from kvferry.integrations.sglang import bootstrap
 from kvferry.integrations.sglang.bootstrap import (
-    MAX_CONNECTIONS,
     KvferryBootstrapServer,
     Source,
     Sources,
@@ -148,40 +145,6 @@ def test_decode_survives_any_answer_of_an_address_in_a_request() -> None:
         until(lambda: "is not the bootstrap server" in sources.get(address)[1])
 
 
-def test_an_answer_that_drips_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few threads ask: addresses that never end their answers must not keep them."""
-    monkeypatch.setattr(bootstrap, "ASK_TIMEOUT", 0.5)
-    with socket.create_server(("127.0.0.1", 0)) as dripping:
-        address = f"127.0.0.1:{dripping.getsockname()[1]}"
-        sources = Sources()
-        sources.get(address)
-        peer, _ = dripping.accept()
-        peer.sendall(b"HTTP/1.0 200 OK\r\nX-Drip: ")
-
-        def ended() -> bool:
-            # Slower than a line may become too long, and faster than its timeout.
-            threading.Event().wait(0.05)
-            with suppress(OSError):
-                peer.sendall(b"x")
-            return sources.get(address)[1] != ""
-
-        with peer:
-            until(ended)
-
-
-def test_slow_peers_take_one_thread_per_connection(server: KvferryBootstrapServer) -> None:
-    before = threading.active_count()
-    slow = [socket.create_connection(("127.0.0.1", server.port), timeout=5) for _ in range(MAX_CONNECTIONS + 30)]
-    try:
-        # The oldest gave way.
-        assert slow[0].recv(1) == b""
-        assert answered(server, "GET", "/health") == 503
-        until(lambda: threading.active_count() <= before + MAX_CONNECTIONS)
-    finally:
-        for peer in slow:
-            peer.close()
-
-
 def test_bootstrap_server_serves_no_other_paths(server: KvferryBootstrapServer) -> None:
     good = json.dumps({"engine_id": "prefill-0", "home": "h:1"}).encode()
     assert answered(server, "PUT", "/route", good) == 403
@@ -200,12 +163,9 @@ def test_room_references_are_equal_on_both_sides_and_differ_by_room() -> None:
 
 @pytest.mark.parametrize("address", ["10.0.0.1:8998", "[fe80::1]:8998", "prefill-0.cluster:8998"])
 def test_hosts_are_not_taken_for_references(address: str) -> None:
-    assert given_reference(address) is None
+    assert given_reference(address) == ""
 
 
-@pytest.mark.parametrize(
-    ("behind", "token"), [("", None), ("+417", 417), ("+", None), ("+-1", None), ("+" + "9" * 20, None)]
-)
-def test_reference_in_place_of_the_host_may_have_the_first_token(behind: str, token: int | None) -> None:
+def test_reference_may_stand_in_place_of_the_host() -> None:
     reference = room_reference(SOURCE, 1)
-    assert given_reference(f"{reference}{behind}:8998") == (reference, token)
+    assert given_reference(f"{reference}:8998") == reference

@@ -265,18 +265,6 @@ def test_a_prompt_of_another_length_fails() -> None:
         assert (receiver.poll() == KVPoll.Success) == (tokens == 30)
 
 
-def test_window_is_read_only_from_a_source_that_states_the_length_of_its_prompt() -> None:
-    """All pages of a window are read, whatever prompt they are of."""
-    for window, good in (("", True), ("window", False)):
-        manager = PlayedManager()
-        manager.pools.window = window
-        manager.aux.write = lambda row, payload, room: None
-        manager.current.result = lambda timeout: SimpleNamespace(payload=b"", bytes=64, prompt="unmarked")
-        receiver = reading(manager)
-        manager.current.ended = True
-        assert (receiver.poll() == KVPoll.Success) == good
-
-
 def test_prompt_of_unknown_length_is_not_read() -> None:
     """Lengths that differ by less than a page need the same pages, so the last page may be that of another prompt."""
     manager = PlayedManager()

@@ -29,13 +29,12 @@ def test_settings_read_every_variable() -> None:
         }
     )
     assert found.engine_id == "prefill-0"
-    assert found.allowed_homes == ("10.0.0.*:7300", "10.0.1.1:7300")
+    assert found.allowed_homes == "10.0.0.*:7300, 10.0.1.1:7300"
     assert (found.directory, found.read_timeout, found.start_timeout) == ("file:///homes.json", 30.0, 5.0)
     assert found.layer_names.format(3) == "layers.3"
     assert found.prompt_check == "require"
     assert (found.prefix_share, found.prefix_wait) == (0.0, 2.0)
-    assert found.tls is not None
-    assert found.tls.ca == Path("/ca.pem")
+    assert found.tls_ca == Path("/ca.pem")
 
 
 @pytest.mark.parametrize(

@@ -183,17 +183,6 @@ def test_questions_are_answered_only_with_all_hooks(
     exchange_prefixes(None, SimpleNamespace())
 
 
-@pytest.mark.parametrize("name", hooks.READ)
-def test_questions_are_not_answered_if_the_scheduler_has_other_names(
-    source: Source, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    hooked(monkeypatch)
-    scheduler = scheduler_of(source.leader)
-    delattr(scheduler, name)
-    exchange_prefixes(None, scheduler)
-    assert hooks.parts == []
-
-
 def test_question_wakes_a_scheduler_that_sleeps(
     fabric: Fabric, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:

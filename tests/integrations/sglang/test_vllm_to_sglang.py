@@ -103,12 +103,11 @@ def test_caches_of_vllm_are_decoded_token_for_token(
         computed = pool.submit(prefill.generate, text, **named(prefill, room))
         relay.read(room_reference(Source("sglang-prefill", home.address), room), blocks)
         computed.result()
-        payload = first_token_payload(wanted[0])
+        payload = first_token_payload(wanted[0], 75)
         relay.session.publish("r", {"full": Blocks(blocks, end_token=75)}, payload=payload, reference=reference)
         assert asked.result()["output_ids"] == wanted
-    # As the connector for vLLM publishes it; its router has the first token from its answer.
-    publication = relay.session.publish("s", {"full": Blocks(blocks, end_token=75)})
-    later = decode.generate(text, **carried(f"{publication.reference}+{wanted[0]}", some_room()))
+    publication = relay.session.publish("s", {"full": Blocks(blocks, end_token=75)}, payload=payload)
+    later = decode.generate(text, **carried(publication.reference, some_room()))
     assert later["output_ids"] == wanted
     bare = relay.session.publish("t", {"full": Blocks(blocks, end_token=75)})
     assert "no first token" in str(decode.generate(text, **carried(bare.reference, some_room())))

@@ -9,7 +9,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
 from kvferry.integrations.vllm.cached import PrefixCache
-from kvferry.integrations.vllm.params import PREFIX_SOURCE
+from kvferry.integrations.vllm.requests import PREFIX_SOURCE
 from kvferry.integrations.vllm.scheduler import ConnectorScheduler
 from kvferry.integrations.vllm.setup import Setup
 from tests.integrations.vllm.played_setup import BLOCKS, TOKENS, of_text

@@ -11,7 +11,7 @@ import torch
 from kvferry import Client, EngineSession, EngineSpec, Group
 from kvferry.engine import Tails
 from kvferry.integrations.vllm.groups import BlockTable
-from kvferry.integrations.vllm.params import REFERENCE
+from kvferry.integrations.vllm.requests import REFERENCE
 from kvferry.integrations.vllm.settings import ConnectorSettings
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.testing import Fabric
@@ -27,7 +27,6 @@ def setup_of(
     serves: bool,
     reads: bool = True,
     caches_prefixes: bool = False,
-    max_waiting: int = 256,
     prompt_check: str = "compare",
     directory: str = "",
 ) -> Setup:
@@ -37,7 +36,6 @@ def setup_of(
         settings=ConnectorSettings(
             fabric.address,
             read_timeout=20.0,
-            max_waiting=max_waiting,
             prompt_check=prompt_check,
             directory=directory,
         ),
@@ -62,13 +60,15 @@ def to_read(reference: str, tokens: int, request_id: str = "reader") -> Any:
         kv_transfer_params={"do_remote_prefill": True, REFERENCE: reference},
         num_computed_tokens=0,
         num_tokens=tokens,
+        abort_immediately=False,
         **of_text(range(tokens)),
     )
 
 
 def of_text(token_ids: Iterable[int]) -> dict[str, Any]:
     """What vLLM's request says of a prompt of these tokens."""
-    return {"prompt_token_ids": list(token_ids), "prompt_embeds": None, "mm_features": [], "lora_request": None}
+    prompt = {"prompt_token_ids": list(token_ids), "prompt_embeds": None, "mm_features": [], "lora_request": None}
+    return {**prompt, "kv_hints": None, "resumable": False}
 
 
 def prefill(client: Client, engine_id: str = "prefill") -> EngineSession:

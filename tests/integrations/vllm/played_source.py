@@ -10,6 +10,8 @@ from kvferry._control.questions import Question
 from kvferry.engine import SchedulerPort
 from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.vllm.answers import Answers
+from kvferry.integrations.vllm.sending import Sending
+from kvferry.integrations.vllm.values import StepsDone
 from kvferry.testing import Fabric
 from tests.integrations.vllm.played_cache import BLOCK, Cache
 from tests.integrations.vllm.played_port import Port
@@ -46,7 +48,9 @@ class Source(Cache):
         super().__init__(fabric, *specs, **options)
         self.port = AskedPort()
         self.counts: list[str] = []
-        self.answers = Answers(self.setup, cast(SchedulerPort, self.port), self.cache, [], self.counts.append)
+        port = cast(SchedulerPort, self.port)
+        self.sending = Sending(self.setup, port, self.cache, [], self.counts.append)
+        self.answers = Answers(self.setup, port, self.cache, self.sending)
         self.step = 0
         self.number = 0
 
@@ -59,21 +63,28 @@ class Source(Cache):
         self.port.asked.append(question)
         return question
 
+    def begin(self) -> bool:
+        """Begin a step, and look up; whether there was a question."""
+        self.step = self.sending.begin({})
+        return self.answers.work()
+
+    def ended(self, step: int) -> None:
+        self.sending.computed({0: StepsDone(step, step)})
+
     def run(self) -> None:
         """Run a step to its end."""
-        self.step += 1
-        self.answers.begin(self.step)
-        self.answers.computed(self.step)
+        self.begin()
+        self.ended(self.step)
 
     def answer(self, *asked: Any, **more: Any) -> dict[str, Blocks] | MissReason:
         """Ask, and run steps until there is an answer."""
         question = self.ask(*asked, **more)
         self.run()
-        while self.answers.waiting:
+        while self.answers.waiting or self.sending.waiting:
             self.run()
         if question.number in self.port.misses:
             return self.port.misses[question.number]
         return self.port.answers[self.port.number]
 
     def release(self, number: int) -> None:
-        assert self.answers.released([Release(number, "", ReleaseOutcome.READ)]) == []
+        self.sending.released([Release(number, "", ReleaseOutcome.READ)])

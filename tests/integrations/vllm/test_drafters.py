@@ -12,12 +12,8 @@ import pytest
 from tests.support.vllm_engines import Node, make_model, prompt, request
 from tests.support.vllm_models import make_eagle_head, make_predicting_model
 from tests.support.vllm_requests import offered
-from tests.support.vllm_versions import DRAFTS
 
-pytestmark = [
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(not DRAFTS, reason="this vLLM does not run drafters on a CPU"),
-]
+pytestmark = pytest.mark.timeout(900)
 
 VOCABULARY = 4
 """So few tokens that some drafts of random weights are accepted."""

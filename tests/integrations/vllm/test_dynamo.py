@@ -14,8 +14,8 @@ import pytest
 from vllm.config import KVTransferConfig
 
 from kvferry import Publication
-from kvferry.integrations.vllm.params import asks_to_publish, publish_reference, published_params, read_reference
 from kvferry.integrations.vllm.registration import CONNECTOR, register
+from kvferry.integrations.vllm.requests import asks_to_publish, publish_reference, published_params, read_reference
 from tests.integrations.vllm.router_requests import ROUTERS
 
 PROTOCOLS = "dynamo.vllm.kv_connector_protocols"

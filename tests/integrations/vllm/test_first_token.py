@@ -20,7 +20,7 @@ from kvferry.engine import SchedulerPort
 from kvferry.integrations.first_token import FirstToken, first_token
 from kvferry.integrations.vllm.cached import PrefixCache
 from kvferry.integrations.vllm.groups import BlockTable
-from kvferry.integrations.vllm.params import REFERENCE
+from kvferry.integrations.vllm.requests import REFERENCE
 from kvferry.integrations.vllm.sending import Sending
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.values import StepsDone

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from kvferry import EngineToken
-from kvferry.integrations.vllm.params import PREFIX_SOURCE
+from kvferry.integrations.vllm.requests import PREFIX_SOURCE
 from tests.support.admin_listeners import Scraped
 from tests.support.node_servers import NodeServerProcess, free_port
 from tests.support.streams import Stream
@@ -197,7 +197,7 @@ def test_every_answer_is_right_whatever_fails(
             stream.more(10)
             fault()
             stream.ended(most)
-            # For the table in docs/reliability.md: pytest -s.
+            # For the table in tests/faults/RESULTS.md: pytest -s.
             print(f"after {most}: {counted(reader)}, {hints.left} left")
     assert stream.failures == {}
     # The salt keeps what was read out of what is computed now.

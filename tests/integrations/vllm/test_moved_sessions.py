@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.integrations.vllm.params import PREFIX_SOURCE
+from kvferry.integrations.vllm.requests import PREFIX_SOURCE
 from tests.support.node_servers import NodeServerProcess, free_port
 from tests.support.repository import ROOT
 from tests.support.vllm_engines import PREFILL, Node, Server, kvferry, make_model, prompt, request

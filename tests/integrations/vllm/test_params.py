@@ -12,7 +12,7 @@ from kvferry._wire.reference import format_reference, parse_reference
 from kvferry.engine import ReadEnd
 from kvferry.errors import BadReference
 from kvferry.integrations.vllm.loads import log_failure
-from kvferry.integrations.vllm.params import (
+from kvferry.integrations.vllm.requests import (
     PUBLISH_AS,
     REFERENCE,
     TRACEPARENT,

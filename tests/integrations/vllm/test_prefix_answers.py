@@ -13,13 +13,13 @@ import pytest
 import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
-from kvferry import EngineSpec, MissReason, Prompt, PromptInput, Release, ReleaseOutcome
+from kvferry import EngineSpec, MissReason, Prompt, PromptInput
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.vllm.answers import MOST_HASHED
+from kvferry.integrations.vllm.idle_steps import Engine
 from kvferry.integrations.vllm.scheduler import ConnectorScheduler
 from kvferry.integrations.vllm.values import StepsDone, WorkerNews
-from kvferry.integrations.vllm.waking import Engine
 from kvferry.testing import Fabric
 from tests.integrations.vllm.played_cache import BLOCK, BLOCKS, FULL, STATES, WINDOW, Cache
 from tests.integrations.vllm.played_source import TEXT, Source
@@ -93,24 +93,21 @@ def test_nothing_behind_the_first_token_is_a_miss(
     engine.compute(TEXT)
     assert engine.answer(asked, first) is MissReason.NOT_CACHED
     assert engine.used == 0
-    assert not engine.answers.holding
+    assert not engine.sending.holding
 
 
 def test_blocks_are_held_until_the_release_and_not_evicted(source: Callable[..., Source]) -> None:
     engine = source()
     [computed] = engine.compute(TEXT)
     assert ids(engine.answer(TEXT)) == computed
-    assert engine.answers.holding
+    assert engine.sending.holding
     # Others take all that is left.
     others = engine.pool.get_new_blocks(engine.pool.get_num_free_blocks())
     assert not {block.block_id for block in others} & set(computed)
     engine.pool.free_blocks(others)
     engine.release(1)
-    assert not engine.answers.holding
+    assert not engine.sending.holding
     assert engine.used == 0
-    # Of no concern here.
-    release = Release(9, "another", ReleaseOutcome.READ)
-    assert engine.answers.released([release]) == [release]
 
 
 def test_blocks_are_published_when_the_step_that_computes_them_has_ended(source: Callable[..., Source]) -> None:
@@ -118,16 +115,17 @@ def test_blocks_are_published_when_the_step_that_computes_them_has_ended(source:
     engine = source()
     engine.schedule(TEXT)
     engine.ask(TEXT)
-    assert engine.answers.begin(8)
-    assert engine.answers.waiting
-    engine.answers.computed(7)
+    assert engine.begin()
+    assert engine.sending.waiting
+    engine.ended(engine.step - 1)
     assert engine.port.calls == []
-    engine.answers.computed(8)
+    engine.ended(engine.step)
     assert len(engine.port.calls) == 1
     # Later questions for them wait for nothing.
     engine.ask(TEXT)
     assert engine.answers.work()
     assert not engine.answers.waiting
+    assert not engine.sending.waiting
     assert len(engine.port.calls) == 2
 
 
@@ -244,13 +242,13 @@ def test_question_that_has_ended_is_not_answered(
     engine.schedule(TEXT)
     before, found = engine.ask(TEXT), engine.ask(TEXT)
     before.open = False
-    engine.answers.begin(1)
+    engine.begin()
     assert hashed == [len(TEXT)]
     held = engine.used
     found.open = False
-    engine.answers.computed(1)
+    engine.ended(1)
     assert engine.port.calls == []
-    assert not engine.answers.waiting
+    assert not engine.sending.waiting
     assert held == engine.used == 10
     assert max(block.ref_cnt for block in engine.pool.blocks[1:]) == 1
 
@@ -261,12 +259,12 @@ def test_answers_with_blocks_that_another_connector_lost_are_withdrawn(source: C
     [second] = engine.compute(range(5 * BLOCK))
     engine.answer(TEXT)
     engine.ask(range(5 * BLOCK))
-    engine.answers.begin(engine.step + 1)
-    engine.answers.lost([first[3]])
+    engine.begin()
+    engine.sending.lost([first[3]])
     assert engine.port.calls[-1] == ("abort", 1)
-    assert engine.answers.waiting
-    engine.answers.lost([second[3]])
-    assert not engine.answers.waiting
+    assert engine.sending.waiting
+    engine.sending.lost([second[3]])
+    assert not engine.sending.waiting
     assert engine.port.misses == {2: MissReason.NOT_CACHED}
     engine.release(1)
     assert engine.used == 0
@@ -281,8 +279,8 @@ def test_answer_that_the_port_refuses_frees_its_blocks(source: Callable[..., Sou
     engine.ask(TEXT)
     engine.run()
     assert engine.used == 0
-    assert not engine.answers.waiting
-    assert not engine.answers.holding
+    assert not engine.sending.waiting
+    assert not engine.sending.holding
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from kvferry import EngineSpec, MissReason, Prompt
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.errors import PrefixMiss
 from kvferry.integrations.vllm.answers import MOST_HASHED
+from kvferry.integrations.vllm.idle_steps import Engine
 from kvferry.integrations.vllm.scheduler import ConnectorScheduler
 from kvferry.integrations.vllm.values import StepsDone, WorkerNews
-from kvferry.integrations.vllm.waking import Engine
 from kvferry.testing import Fabric
 from tests.integrations.vllm.played_cache import BLOCK, BLOCKS, FULL, STATES, WINDOW, Cache
 from tests.integrations.vllm.played_source import TEXT, Source
@@ -41,9 +41,9 @@ def test_answer_that_was_computed_from_lost_blocks_is_not_published(fabric: Fabr
     engine.schedule(TEXT)
     lost = engine.manager.get_block_ids(f"r{engine._number}")[0][1]
     question = engine.ask(TEXT, 5 * BLOCK)
-    engine.answers.begin(1)
-    engine.answers.lost([lost])
-    engine.answers.computed(1)
+    engine.begin()
+    engine.sending.lost([lost])
+    engine.ended(1)
     assert engine.port.calls == []
     assert engine.port.misses == {question.number: MissReason.NOT_CACHED}
 
@@ -69,7 +69,7 @@ def test_cost_of_an_answer_does_not_grow_with_those_that_are_held(
 
     monkeypatch.setattr(engine.pool, "touch", noted)
     # None looks at the others.
-    engine.answers._published = Unlisted()
+    engine.sending._published = Unlisted()
     for _ in range(20):
         assert not isinstance(engine.answer(TEXT), MissReason)
     assert held == [10, *[0] * 19]
@@ -95,9 +95,9 @@ def test_ended_questions_do_not_wait_behind_a_long_one(fabric: Fabric) -> None:
     engine = Source(fabric)
     engine.cache._whole = []
     engine.ask(range(4 * MOST_HASHED + 1))
-    for step in range(3):
+    for _ in range(3):
         asked = [engine.ask(TEXT) for _ in range(4)]
-        engine.answers.begin(step)
+        engine.begin()
         assert len(engine.answers._open) == 5
         for question in asked:
             question.open = False

@@ -12,7 +12,7 @@ from vllm.v1.request import RequestStatus
 from kvferry import Blocks, EngineSession, MissReason
 from kvferry.engine import ReadEnd
 from kvferry.errors import PublicationTimeout
-from kvferry.integrations.vllm.params import PREFIX_SOURCE
+from kvferry.integrations.vllm.requests import PREFIX_SOURCE
 from kvferry.integrations.vllm.scheduler import ConnectorScheduler
 from kvferry.testing import Fabric
 from tests.integrations.vllm.played_reader import bound, counted, hinted, matched, scheduler_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.integrations.vllm.params import PREFIX_SOURCE
+from kvferry.integrations.vllm.requests import PREFIX_SOURCE
 from tests.support.node_servers import NodeServerProcess
 from tests.support.vllm_engines import Node, kvferry, make_model, prompt, request
 from tests.support.vllm_requests import alone, pinned

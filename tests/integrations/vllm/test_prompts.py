@@ -15,7 +15,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from kvferry import Prompt, PromptInput
-from kvferry.integrations.vllm.prompts import prompt_of, published_prompt, shorten
+from kvferry.integrations.vllm.requests import prompt_of, published_prompt, shorten
 from kvferry.integrations.vllm.setup import _names_inputs
 
 TEXT = [5, 9, 9, 9, 7]

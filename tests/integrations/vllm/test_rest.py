@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.integrations.vllm.idle_steps import ASLEEP, AWAKE, Rest
+from kvferry.integrations.vllm.idle_steps import AWAKE, Rest
 
 
 class Clock:
@@ -45,22 +45,3 @@ def test_an_engine_that_drains_is_denied_its_rest(clock: Clock) -> None:
         assert not rest.denied
         clock.now += 2 * AWAKE
         assert rest.denied == drains
-
-
-def test_an_input_that_is_no_request_ends_the_rest_until_nothing_is_held(clock: Clock) -> None:
-    """The input may be a pause: vLLM completes a pause when it has no work, and resets its prefix cache."""
-    rest = Rest(drains=False, now=clock)
-    for _ in range(3):
-        # vLLM asks several times before it waits.
-        assert rest.may_rest(holding=True)
-        clock.now += ASLEEP / 2
-    clock.now += 10
-    assert not rest.may_rest(holding=True)
-    clock.now += 10 * AWAKE
-    assert not rest.may_rest(holding=True)
-    assert rest.may_rest(holding=False)
-    assert rest.may_rest(holding=True)
-    clock.now += 10
-    rest.did_something()
-    clock.now += AWAKE
-    assert rest.may_rest(holding=True)

@@ -17,8 +17,8 @@ from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import RouterKeyUsed, WrongState
 from kvferry.integrations.vllm.device import EVERY_STEP
 from kvferry.integrations.vllm.groups import BlockTable
-from kvferry.integrations.vllm.holds import BlockHolds
-from kvferry.integrations.vllm.params import REFERENCE
+from kvferry.integrations.vllm.outgoing import BlockHolds
+from kvferry.integrations.vllm.requests import REFERENCE
 from kvferry.integrations.vllm.sending import STUCK
 from tests.integrations.vllm.played_prefill import BLOCKS, FULL, TOKENS, WINDOW, Prefill, made
 

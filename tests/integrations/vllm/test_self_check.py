@@ -26,9 +26,9 @@ from kvferry import EngineSpec, WorkerPort
 from kvferry.errors import BadGeometry, LayoutMismatch
 from kvferry.geometry import Interval, Plane, formats
 from kvferry.geometry.tensors import Part, planes_of_tensor
-from kvferry.integrations.vllm.checked_planes import Report, self_check
+from kvferry.integrations.vllm.checked_planes import Checked, self_check
 from kvferry.integrations.vllm.layouts.backends import layer_planes
-from kvferry.integrations.vllm.layouts.layer import Layer
+from kvferry.integrations.vllm.layouts.orders import Layer
 from kvferry.testing import Fabric
 from tests.support.node_servers import NodeServerProcess
 from tests.support.vllm_engines import Node, kvferry, make_model
@@ -52,7 +52,7 @@ def packed(rank: Rank) -> list[Plane]:
     ]
 
 
-def check(rank: Rank, planes: Sequence[Plane]) -> Report:
+def check(rank: Rank, planes: Sequence[Plane]) -> tuple[Checked, ...]:
     """The check, which leaves every byte as it was, whatever it finds."""
     before = rank.memory.clone()
     try:
@@ -112,7 +112,7 @@ def test_planes_of_the_cpu_kernel_pass(tmp_path: Path, dtype: str, width: int, b
     config = config_of(tmp_path, dtype=dtype, block=block)
     rank = bound(config, attention(config, width=width))
     planes = declared(rank)
-    [kind] = check(rank, planes).kinds
+    [kind] = check(rank, planes)
     natural = {plane.component for plane in planes if plane.format == "plain"}
     assert (set(kind.layout.values), set(kind.layout.footprint)) == (natural, {"key", "value"} - natural)
     assert kind.backend == "CPU_ATTN"
@@ -138,7 +138,7 @@ def test_planes_of_tritons_kernel_pass_in_every_layout(
     config = config_of(tmp_path, block=16)
     modules = attention(config, count=2, heads=3, backend=triton_attn.TritonAttentionBackend)
     rank = bound(config, modules, layout=layout, kernel_block=kernel_block)
-    [kind] = check(rank, packed(rank)).kinds
+    [kind] = check(rank, packed(rank))
     assert kind.layout.values == ("key", "value")
 
 
@@ -155,14 +155,14 @@ def test_per_tensor_fp8_passes_by_its_footprint(tmp_path: Path) -> None:
         for layer in rank.layers
         for plane in formats.vllm_cpu({layer.name: layer.cache}, layer.group, modules[layer.name].isa, layer.heads)
     ]
-    [kind] = check(rank, planes).kinds
+    [kind] = check(rank, planes)
     assert (kind.layout.values, kind.layout.footprint, kind.unwritten) == ((), ("key", "value"), "")
 
 
 @pytest.mark.parametrize("layout", ["LBNHC"])
 def test_scales_of_each_token_and_head_pass_by_their_footprint(interpreter: None, tmp_path: Path, layout: str) -> None:
     rank, planes = with_scales(tmp_path, layout)
-    [kind] = check(rank, planes).kinds
+    [kind] = check(rank, planes)
     assert (kind.layout.values, kind.layout.footprint) == ((), ("key", "key_scale", "value", "value_scale"))
 
 
@@ -182,13 +182,13 @@ def with_scales(folder: Path, layout: str) -> tuple[Rank, list[Plane]]:
 def test_latent_planes_pass(tmp_path: Path, kernel_block: int | None) -> None:
     config = config_of(tmp_path, kv_lora_rank=512)
     rank = bound(config, latent(config), kernel_block=kernel_block)
-    [kind] = check(rank, declared(rank)).kinds
+    [kind] = check(rank, declared(rank))
     assert (kind.backend, kind.layout.values) == ("CPU_MLA", ("latent", "rope"))
 
 
 def test_planes_of_a_recurrent_state_pass(tmp_path: Path) -> None:
     rank, planes = recurrent(tmp_path)
-    [kind] = check(rank, planes).kinds
+    [kind] = check(rank, planes)
     assert (kind.layout.values, kind.layout.footprint) == (("ssm",), ("conv_x", "conv_b", "conv_c"))
 
 
@@ -211,14 +211,14 @@ def test_self_check_works_with_one_or_two_blocks(tmp_path: Path) -> None:
     modules = attention(config, count=1)
     for blocks in (2, 3):
         rank = bound(config, modules, blocks=blocks)
-        assert check(rank, declared(rank)).kinds[0].layout.values == ("value",)
+        assert check(rank, declared(rank))[0].layout.values == ("value",)
 
 
 def test_equal_layers_are_one_kind(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     modules = {**attention(config, count=4), **attention(config, first=4, count=2, heads=2, width=64)}
     rank = bound(config, modules)
-    kinds = check(rank, declared(rank)).kinds
+    kinds = check(rank, declared(rank))
     assert [len(kind.layers) for kind in kinds] == [4, 2]
 
 
@@ -228,7 +228,7 @@ def test_self_check_logs_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.INFO, "kvferry"):
         report = check(rank, declared(rank))
     [line] = [record.getMessage() for record in caplog.records if "self-check" in record.getMessage()]
-    blocks = ", ".join(map(str, report.kinds[0].layout.blocks))
+    blocks = ", ".join(map(str, report[0].layout.blocks))
     assert line.startswith(
         f"self-check: layers 4 of CPU_ATTN by values of value and footprint of key in blocks {blocks}; "
     )
@@ -251,7 +251,7 @@ def test_kernel_that_is_wrong_in_one_block_is_found_if_the_block_is_drawn(tmp_pa
     found = []
     for seed in range(12):
         try:
-            [kind] = self_check(rank.layers, declared(rank), seed).kinds
+            [kind] = self_check(rank.layers, declared(rank), seed)
         except LayoutMismatch as error:
             found.append(error.values["block"])
         else:
@@ -273,7 +273,7 @@ def test_a_backend_that_writes_inside_attention_is_checked_by_its_strides(tmp_pa
     planes = declared(rank)
     for module in modules.values():
         module.impl = object()
-    [kind] = check(rank, planes).kinds
+    [kind] = check(rank, planes)
     assert (kind.layout.values, kind.layout.footprint) == ((), ())
     assert kind.unwritten == "its backend writes the cache inside attention"
     both = [replace(plane, base=plane.base + 4) if plane.component == "value" else plane for plane in planes]
@@ -289,7 +289,7 @@ def test_failed_write_leaves_the_check_of_strides_and_is_logged(tmp_path: Path) 
     planes = declared(rank)
     for module in modules.values():
         module.isa = "no such instruction set"
-    [kind] = check(rank, planes).kinds
+    [kind] = check(rank, planes)
     assert kind.unwritten.startswith("vLLM's write failed: ")
 
 
@@ -303,7 +303,7 @@ def test_kind_is_unwritten_if_either_layer_cannot_be_written(tmp_path: Path) -> 
         raise RuntimeError("no kernel")
 
     list(modules.values())[-1].impl.do_kv_cache_update = fails
-    [kind] = check(rank, declared(rank)).kinds
+    [kind] = check(rank, declared(rank))
     assert len(kind.layers) > 1
     assert "no kernel" in kind.unwritten
 
@@ -353,7 +353,7 @@ def test_wrong_planes_of_tritons_kernel_are_refused(interpreter: None, tmp_path:
     error = refused(rank, wrong)
     assert error.values["layer"] == (rank.layers[0].name if whole else last)
     assert error.values["layer"] in str(error)
-    assert check(rank, right).kinds[0].layout.values == ("key", "value")
+    assert check(rank, right)[0].layout.values == ("key", "value")
 
 
 def test_error_has_the_layer_the_cell_and_both_strings_of_bytes(interpreter: None, tmp_path: Path) -> None:
@@ -659,7 +659,7 @@ def one_changed(plane: Plane, kind: str, by: int, random: np.random.Generator) -
 
 
 @pytest.mark.timeout(600)
-def test_vllm_does_not_start_with_wrong_planes_unless_the_check_is_off(tmp_path: Path) -> None:
+def test_vllm_does_not_start_with_wrong_planes(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", kv_heads=4)
     settings = {"kv_connector": "WrongConnector", "kv_connector_module_path": "tests.support.wrong_connector"}
     with NodeServerProcess(tmp_path / "home", tcp=True) as home:
@@ -668,9 +668,6 @@ def test_vllm_does_not_start_with_wrong_planes_unless_the_check_is_off(tmp_path:
             engine.ready()
         log = (tmp_path / "on.log").read_text()
         assert "LayoutMismatch: layer model.layers.0.self_attn.attn: " in log
-        wrong["kv_connector_extra_config"]["self_check"] = False
-        with closing(Node(model, tmp_path / "off.log", connector=wrong)) as engine:
-            engine.ready()
 
 
 @pytest.mark.timeout(600)

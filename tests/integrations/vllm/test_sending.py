@@ -15,7 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import Closed, KvferryError, RouterKeyUsed, WrongState
-from kvferry.integrations.vllm.params import REFERENCE
+from kvferry.integrations.vllm.requests import REFERENCE
 from tests.integrations.vllm.played_prefill import Prefill
 
 

@@ -37,7 +37,7 @@ def test_wrong_settings_are_refused_by_name(field: str, value: Any) -> None:
     caches = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
     with pytest.raises(InvalidField) as refused:
         Setup.of(VllmConfig(kv_transfer_config=transfer), caches)
-    assert refused.value.values["field"] == field
+    assert refused.value.values["field"].partition(".")[0] == field
 
 
 def test_identity_is_equal_while_sides_are_upgraded_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

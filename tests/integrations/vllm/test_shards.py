@@ -28,7 +28,6 @@ from kvferry.integrations.vllm.checked_planes import layers_of
 from kvferry.integrations.vllm.shards import RankPlace, holding
 from kvferry.planner import Path
 from tests.support.vllm_caches import CachedEngine, configuration, engine, move, places
-from tests.support.vllm_versions import shared_by_all_ranks
 
 NUM_BLOCKS, TOKENS = 40, 320
 LATENT, ROPE = 24, 8
@@ -173,7 +172,7 @@ def slot(token: int, ids: list[int], block_size: int, ranks: int, rank: int, int
 def latent(config: VllmConfig, ranks: Sequence[RankPlace], block: int, name: str) -> CachedEngine:
     """DeepSeek-V2, whose latent is the same on every tensor rank."""
     fields: Any = {"num_kv_heads": 1, "head_size": LATENT + ROPE, "dtype": torch.float32, "block_size": block}
-    spec = MLAAttentionSpec(**fields, **shared_by_all_ranks(MLAAttentionSpec))
+    spec = MLAAttentionSpec(**fields, max_tp_shards=1)
     return engine(name, lambda _: dict.fromkeys(names(4, 0, 1), spec), config, ranks, num_blocks=NUM_BLOCKS)
 
 

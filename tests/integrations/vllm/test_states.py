@@ -8,7 +8,6 @@ must make the destination's caches, bytes of padding and of other blocks include
 
 from __future__ import annotations
 
-import runpy
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-import vllm.version
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import _make_fused_conv1d_weight_loader
@@ -29,7 +27,6 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvferry import Blocks, plan_read
 from kvferry.errors import Incompatible, InvalidField
-from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.shards import RankPlace
 from kvferry.planner import Path
 from tests.support.vllm_caches import CachedEngine, configuration, engine, move, places
@@ -38,12 +35,6 @@ Shapes = Callable[[int], tuple[tuple[int, ...], ...]]
 LAYERS = ("model.layers.0.mixer", "model.layers.2.mixer")
 NUM_BLOCKS, SOURCE_BLOCK, BLOCK = 7, 3, 5
 KERNEL = 4
-
-
-@pytest.fixture(autouse=True)
-def every_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is refused with one version of vLLM is tested here all the same."""
-    monkeypatch.setattr(versions, "UNPROVEN_STATES", frozenset())
 
 
 @dataclass(frozen=True)
@@ -254,20 +245,3 @@ def test_states_with_buffers_of_drafts_are_refused() -> None:
     ring = Kind(kind.type, lambda ranks: (*kind.shapes(ranks), (12, 8, 4)), (*kind.dtypes, torch.bfloat16), groups=6)
     with pytest.raises(InvalidField, match="without buffers of drafts"):
         hybrid("p", ring, 1, KVCacheLayout.LBHNC)
-
-
-def test_a_state_that_is_wrong_with_a_version_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "UNPROVEN_STATES", frozenset({"GDN_ATTN"}))
-    with pytest.raises(InvalidField, match=r"GDN_ATTN.*vLLM 0\.31 or newer"):
-        hybrid("p", KINDS["gated delta net"], 1, KVCacheLayout.LBHNC)
-    hybrid("p", KINDS["Mamba-2"], 1, KVCacheLayout.LBHNC)
-
-
-@pytest.mark.parametrize(
-    ("built", "refused"), [("0.30.2", True), ("0.32.0+cpu", False), ("0.1.dev1+gabc", False), ("dev", False)]
-)
-def test_build_of_vllms_sources_is_not_an_old_version(
-    monkeypatch: pytest.MonkeyPatch, built: str, *, refused: bool
-) -> None:
-    monkeypatch.setattr(vllm.version, "__version__", built)
-    assert bool(runpy.run_path(str(versions.__file__))["UNPROVEN_STATES"]) == refused

@@ -48,7 +48,7 @@ def test_dump_of_a_dying_engine_has_no_secret(*, nested: bool) -> None:
         timeout=1.0,
         granted=(),
     )
-    ours = StepMetadata(7, "kvt1.secret", ["kvf1.secret"], [grant])
+    ours = StepMetadata(7, "kvt1.secret", [grant])
     step = SchedulerOutput.make_empty()
     step.kv_connector_metadata = MultiKVConnectorMetadata((ours,)) if nested else ours
     dumped = prepare_object_to_dump(step)

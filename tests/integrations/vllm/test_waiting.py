@@ -69,58 +69,6 @@ def test_a_request_that_waits_is_computed_as_soon_as_vllm_has_its_blocks(
     assert scheduler._port.stats().waiting == 0
 
 
-def test_requests_beyond_the_limit_have_their_turn_in_order_of_arrival(
-    fabric: Fabric, decode: Callable[..., ConnectorScheduler]
-) -> None:
-    """None of them fails, and each is asked for when another no longer waits."""
-    scheduler = decode(max_waiting=2)
-    with fabric.client() as client:
-        source = prefill(client)
-        references = [router_reference(fabric.address, "prefill") for _ in range(5)]
-        readers = [to_read(reference, TOKENS + 1, f"r{index}") for index, reference in enumerate(references)]
-        for reader in readers:
-            scheduler.on_new_request(reader)
-        # Even where prefill has published it already.
-        for index in (4, 3, 1):
-            source.publish(f"theirs-{index}", {"0": Blocks([index + 1], 0, TOKENS)}, reference=references[index])
-
-        def answers() -> list[int | None]:
-            scheduler.step({})
-            return [scheduler.matched_tokens(reader, 0)[0] for reader in readers]
-
-        def waiting() -> int:
-            scheduler.step({})
-            return scheduler._port.stats().waiting
-
-        # The grant of the second one makes room for the third, in the step after it.
-        until(lambda: answers() == [None, TOKENS, None, None, None])
-        until(lambda: waiting() == 2)
-        abort(scheduler, readers[3])
-        abort(scheduler, readers[0])
-        until(lambda: answers()[-1] == TOKENS)
-        assert scheduler._port.stats().waiting == 1
-
-
-def test_silent_source_delays_only_its_own_requests(fabric: Fabric, decode: Callable[..., ConnectorScheduler]) -> None:
-    scheduler = decode(max_waiting=2)
-    with fabric.client() as client:
-        source = prefill(client)
-        for index in range(6):
-            scheduler.on_new_request(to_read(router_reference(fabric.address, "dead"), TOKENS + 1, f"dead-{index}"))
-        references = [router_reference(fabric.address, "prefill") for _ in range(3)]
-        readers = [to_read(reference, TOKENS + 1, f"r{index}") for index, reference in enumerate(references)]
-        for index, reader in enumerate(readers):
-            scheduler.on_new_request(reader)
-            source.publish(f"theirs-{index}", {"0": Blocks([index + 1], 0, TOKENS)}, reference=references[index])
-
-        def answers() -> list[int | None]:
-            scheduler.step({})
-            return [scheduler.matched_tokens(reader, 0)[0] for reader in readers]
-
-        until(lambda: answers() == [TOKENS] * 3)
-        assert scheduler._port.stats().waiting == 2
-
-
 def abort(scheduler: ConnectorScheduler, request: Any) -> None:
     request.status = RequestStatus.FINISHED_ABORTED
     scheduler.finished(request, ([],))
@@ -158,10 +106,10 @@ def test_workers_have_no_orders_before_all_of_them_are_registered(fabric: Fabric
         scheduler.allocated("reader", ([3],), TOKENS)
         for rank in range(2):
             step = scheduler.step({})
-            assert (step.token, step.warms, step.starts) == (str(scheduler._port.token), [], [])
+            assert (step.token, step.starts) == (str(scheduler._port.token), [])
             scheduler.collect(WorkerNews(registered={rank}))
         step = scheduler.step({})
-        assert (step.token, step.warms, len(step.starts)) == ("", [reference], 1)
+        assert (step.token, len(step.starts)) == ("", 1)
     scheduler.close()
 
 

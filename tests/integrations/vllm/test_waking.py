@@ -9,7 +9,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-from kvferry.integrations.vllm.waking import Engine, engine_in_making
+from kvferry.integrations.vllm.idle_steps import Engine, engine_in_making
 
 
 class Made(EngineCoreProc):  # type: ignore[misc]

@@ -36,14 +36,14 @@ def test_draining_server_is_healthy_but_not_ready_with_the_reason(tmp_path: Path
         until(lambda: get(server.admin, "/readyz").code == 503)
         assert get(server.admin, "/readyz").text == "draining\n"
         assert get(server.admin, "/healthz").code == 200
-        assert get(server.admin, "/statusz?format=json").json["draining"] is True
+        assert get(server.admin, "/statusz").json["draining"] is True
         server.signal(signal.SIGINT)
         party.close()
         assert server.wait() == 0
 
 
 def test_state_shows_version_engines_and_settings(watched: Watched) -> None:
-    state = get(watched.admin, "/statusz?format=json").json
+    state = get(watched.admin, "/statusz").json
     assert state["epoch"].startswith(watched.server.epoch)
     assert state["addresses"] == watched.server.addresses
     assert state["advertise"] == watched.server.advertise
@@ -53,9 +53,6 @@ def test_state_shows_version_engines_and_settings(watched: Watched) -> None:
     assert state["leases_ended"] == {"valid": 1}
     assert state["limits"]["engines"] == 1024
     assert state["settings"]["ttl"] == 600
-    page = get(watched.admin, "/statusz")
-    assert page.headers["content-type"].startswith("text/html")
-    assert watched.server.advertise in page.text
 
 
 def test_lists_come_in_pages(watched: Watched) -> None:
@@ -82,10 +79,7 @@ def test_lists_come_in_pages(watched: Watched) -> None:
     [
         ("/nothing", 404),
         ("/statusz/reads?page_token=%00%ff%21", 404),
-        ("/engine?engine_id=nobody", 404),
-        ("/engine?engine_id=nobody&first=x", 404),
-        ("/engine?engine_id=nobody&first=-1", 404),
-        ("/engine?" + "&".join(f"a{index}=1" for index in range(40)), 400),
+        ("/?" + "&".join(f"a{index}=1" for index in range(40)), 400),
     ],
 )
 def test_bad_path_gets_a_plain_answer(watched: Watched, path: str, code: int) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from html import unescape
 from pathlib import Path
-from urllib.parse import urlencode
 
 import numpy as np
 import pytest
@@ -16,13 +14,11 @@ import pytest
 from kvferry._wire.channel import connect
 from kvferry.v1 import errors_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.admin.limits import PAGE_SIZE
-from kvferry_server.admin.page import Html, each, engine_page, html
+from kvferry_server.admin.page import Html, each, html
 from tests.server.admin.browser import browser
 from tests.server.admin.conftest import Watched
 from tests.support.admin_listeners import get
 from tests.support.node_servers import Kvferryd
-from tests.support.parties import SECRETS, P, Scene, rank_geometry, registration
 from tests.support.raw_parties import Party
 from tests.support.waiting import until
 
@@ -204,32 +200,6 @@ async def test_page_without_a_problem_is_calm(named: Watched, tmp_path: Path) ->
         colour = await tab.computed(COLOUR_OF_BAD)
         picture = await tab.picture()
     assert not (picture == colour).all(axis=2).any()
-
-
-def test_engine_page_shows_the_ranks(named: Watched) -> None:
-    got = get(named.admin, "/engine?" + urlencode({"engine_id": named.party.name}))
-    assert got.code == 200
-    assert 'id="ranks"' in got.text
-    assert "registered" in got.text
-    assert EVIL not in got.text
-
-
-def test_labels_of_any_length_make_no_long_page() -> None:
-    scene, ranks = Scene(), 60
-    for rank in range(ranks):
-        geometry = replace(rank_geometry(rank, ranks, heads=64), labels={"x" * 100_000: 1})
-        scene.registry.register(registration(rank=rank, ranks=ranks, geometry=geometry), SECRETS[P])
-    shown = engine_page(scene.registry.find(P), 0)
-    assert shown.count("x" * 256) == PAGE_SIZE
-    assert len(shown) < 100_000
-
-
-def test_units_are_those_of_people(named: Watched) -> None:
-    state = unescape(get(named.admin, "/statusz").text)
-    assert re.search(r">uptime_s</td><td [^>]*>[0-9.]+ (s|min)", state)
-    assert "max_ttl: 10 min, " in state
-    assert re.search(r"[ >]memory: [0-9.]+ [MG]B", state)
-    assert ">no</td>" in get(named.admin, "/engine?" + urlencode({"engine_id": named.party.name})).text
 
 
 def test_first_page_says_while_the_node_server_waits_for_its_engines(tmp_path: Path) -> None:

@@ -17,9 +17,8 @@ from kvferry_server.admin.problems import (
     Problem,
     problems,
 )
-from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.journal import LAST_READS, RECENT
-from kvferry_server.domain.reads import RankOutcome, RankReport
+from kvferry_server.domain.values import EngineRef, RankOutcome, RankReport
 from tests.support.parties import SECRETS, D, E, P, Scene, rank_geometry, registration
 
 
@@ -49,7 +48,7 @@ def test_node_server_comes_first() -> None:
     assert [each.state for each in (first, second, third)] == ["ill", "unready", "recovering"]
     assert "timers stopped" in first.what
     assert "draining" in second.what
-    assert engine == Problem("incomplete", P.engine_id, "no rank has registered", RANKS_ABSENT)
+    assert engine == Problem("incomplete", f"'{P.engine_id}': no rank has registered", RANKS_ABSENT)
 
 
 def test_engines_that_work_are_no_problem() -> None:
@@ -62,7 +61,7 @@ def test_ranks_that_are_missing_are_named() -> None:
     scene = Scene()
     registered(scene, P, 0, 3, of=8)
     what = "6 of 8 ranks are missing; not registered: ranks 1-2, 4-7"
-    assert found(scene) == [Problem("incomplete", P.engine_id, what, RANKS_ABSENT)]
+    assert found(scene) == [Problem("incomplete", f"'{P.engine_id}': {what}", RANKS_ABSENT)]
 
 
 def test_ranks_that_are_gone_are_named_with_lost_nodes() -> None:
@@ -73,14 +72,16 @@ def test_ranks_that_are_gone_are_named_with_lost_nodes() -> None:
         scene.registry.close_rank(P, rank)
     scene.wait(scene.times.engine_ttl)
     (problem,) = found(scene)
-    assert problem.what == "3 of 3 ranks are missing; gone: ranks 0-1; not registered: rank 2; lost nodes: node-7:7423"
+    what = "3 of 3 ranks are missing; gone: ranks 0-1; not registered: rank 2; lost nodes: node-7:7423"
+    assert problem.what == f"'{P.engine_id}': {what}"
     assert problem.next_step == RANKS_GONE
 
 
 def test_most_ranks_are_only_counted() -> None:
     scene = Scene()
     scene.registry.register(registration(P, 0, 1000, geometry=rank_geometry()), SECRETS[P])
-    assert found(scene)[0].what == "999 of 1000 ranks are missing; not registered: ranks 1-64; and 935 more"
+    what = "999 of 1000 ranks are missing; not registered: ranks 1-64; and 935 more"
+    assert found(scene)[0].what == f"'{P.engine_id}': {what}"
 
 
 def test_dead_engines_come_before_lost_ones() -> None:
@@ -95,10 +96,9 @@ def test_dead_engines_come_before_lost_ones() -> None:
     dead, lost = found(scene)
     assert dead.state == "dead"
     assert f"'{E.engine_id}': its scheduler has been away for 12 s" in dead.what
-    # It has no page any more.
-    assert (dead.engine_id, dead.next_step) == ("", LOOK)
-    assert (lost.state, lost.engine_id, lost.next_step) == ("lost", P.engine_id, COMES_BACK)
-    assert lost.what == "its scheduler has been away for 4.0 s; it counts as dead after 10 s"
+    assert dead.next_step == LOOK
+    assert (lost.state, lost.next_step) == ("lost", COMES_BACK)
+    assert lost.what == f"'{P.engine_id}': its scheduler has been away for 4.0 s; it counts as dead after 10 s"
 
 
 def test_most_engines_are_only_counted() -> None:
@@ -120,9 +120,9 @@ def test_reads_that_ended_badly_are_summed_up_and_forgotten() -> None:
     scene.grant(1, E)
     scene.wait(scene.times.ttl + 1)
     expired, failed = found(scene)
-    assert expired == Problem("expired", "", f"'{E.engine_id}' from '{P.engine_id}': a read, 1.0 s ago", EXPIRED)
+    assert expired == Problem("expired", f"'{E.engine_id}' from '{P.engine_id}': a read, 1.0 s ago", EXPIRED)
     what = f"'{D.engine_id}' from '{P.engine_id}': 2 reads, the last 32 s ago, TRANSFER_STUCK"
-    assert failed == Problem("failed", "", what, FAILED)
+    assert failed == Problem("failed", what, FAILED)
     scene.publish(2)
     good = scene.grant(2, D)
     scene.report(good, 0)

@@ -6,20 +6,19 @@ import asyncio
 import itertools
 import os
 import socket
-import threading
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import cast
 
 import pytest
 from aiohttp import web
 
 from kvferry._wire.channel import Address
-from kvferry_server.admin import limits, page
-from kvferry_server.admin.limits import MAX_CONNECTIONS
+from kvferry_server.admin import page, service
 from kvferry_server.admin.node_state import NodeState
 from kvferry_server.admin.page import Html
-from kvferry_server.admin.service import AdminListener
+from kvferry_server.admin.service import MAX_CONNECTIONS, AdminService
 from kvferry_server.node.loading import configure
 from kvferry_server.node.server import NodeServer
 from tests.server.admin.conftest import Watched
@@ -94,13 +93,14 @@ def test_connection_has_one_request(watched: Watched) -> None:
 
 
 async def test_oldest_connection_ends_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "CONNECTION_SECONDS", 3600)
-    monkeypatch.setattr(limits, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(service, "CONNECTION_SECONDS", 3600)
+    monkeypatch.setattr(service, "MAX_CONNECTIONS", 4)
 
-    async def answer(_: web.BaseRequest) -> web.StreamResponse:
+    async def answer(*_: object) -> web.StreamResponse:
         return web.Response(text="here")
 
-    served = AdminListener(Address(host="127.0.0.1", port=0), answer)
+    monkeypatch.setattr(AdminService, "_answer", answer)
+    served = AdminService(cast(NodeState, None), Address(host="127.0.0.1", port=0), local=True)
     await served.start()
     try:
         opened = [await asyncio.open_connection(served.address.host, served.address.port) for _ in range(5)]
@@ -117,13 +117,14 @@ async def test_oldest_connection_ends_when_there_are_too_many(monkeypatch: pytes
 
 async def test_connection_lasts_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the client sends nothing, or never ends its request."""
-    monkeypatch.setattr(limits, "CONNECTION_SECONDS", 0.2)
+    monkeypatch.setattr(service, "CONNECTION_SECONDS", 0.2)
 
-    async def answer(_: web.BaseRequest) -> web.StreamResponse:
+    async def answer(*_: object) -> web.StreamResponse:
         await asyncio.Event().wait()
         return web.Response()
 
-    served = AdminListener(Address(host="127.0.0.1", port=0), answer)
+    monkeypatch.setattr(AdminService, "_answer", answer)
+    served = AdminService(cast(NodeState, None), Address(host="127.0.0.1", port=0), local=True)
     await served.start()
     try:
         for said in (b"", b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"):
@@ -166,32 +167,3 @@ async def test_pages_take_a_share_of_the_event_loop(monkeypatch: pytest.MonkeyPa
         await node.stop(0)
     # The pause is a lower bound, so a busy machine changes nothing.
     assert min(after - before for before, after in itertools.pairwise(made)) >= 0.4
-
-
-async def test_metrics_clients_that_leave_cost_one_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each measurement looks at all open files, on one of the process's few threads."""
-    node = NodeServer(configure(unix=str(tmp_path / "node.sock"), listen="", admin="127.0.0.1:0"))
-    begun, goes_on = list[float](), threading.Event()
-
-    def slow(_: NodeState) -> None:
-        begun.append(time.monotonic())
-        goes_on.wait(30)
-
-    monkeypatch.setattr(NodeState, "count_connections", slow)
-    await node.start()
-    try:
-        for _ in range(5):
-            reader, writer = await asyncio.open_connection(*node.admin.rsplit(":", 1))
-            writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            # The same event loop answers, after the request above has reached its handler.
-            await asyncio.to_thread(get, node.admin, "/healthz")
-            writer.transport.abort()
-            assert await reader.read() == b""
-            await asyncio.to_thread(get, node.admin, "/healthz")
-        assert len(begun) == 1
-        goes_on.set()
-        # The client that stays gets the answer.
-        assert (await asyncio.to_thread(get, node.admin, "/metrics")).code == 200
-    finally:
-        goes_on.set()
-        await node.stop(0)

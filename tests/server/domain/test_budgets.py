@@ -13,5 +13,5 @@ def test_a_full_budget_names_who_has_taken_it(holder: str | None, named: str) ->
     budget = Budget(4)
     budget.take(holder, 4)
     with pytest.raises(LimitReached) as caught:
-        check_budget("waiting_declines", budget, holder, 1.0)
+        check_budget("router_keys", budget, holder, 1.0)
     assert f"4 of them by {named}, which" in caught.value.message

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvferry._wire.outcomes import ReleaseOutcome
-from kvferry.errors import EngineUnknown, HomeRecovering, LeaseEnded, LimitReached, PublicationStale
+from kvferry.errors import EngineUnknown, HomeRecovering, LeaseEnded, PublicationStale
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.limits import Limits
-from kvferry_server.domain.reads import LeaseState, RankOutcome, RevokeReason, Verdict
+from kvferry_server.domain.values import LeaseState, RankOutcome, RevokeReason, Verdict
 from tests.support.parties import D, E, P, Scene
 
 
@@ -102,15 +101,6 @@ def test_numbers_up_to_the_high_water_of_a_snapshot_are_closed() -> None:
     with pytest.raises(PublicationStale):
         scene.publish(2)
     assert scene.publish(3).number == 3
-
-
-def test_waiting_reads_all_count_against_the_limit() -> None:
-    scene = Scene(limits=Limits(waiting_reads=3))
-    # Each reader gets as many as stay free: two of three are the most.
-    scene.grant(1, name="one")
-    scene.grant(1, name="two", reader=E)
-    with pytest.raises(LimitReached):
-        scene.grant(2, name="three")
 
 
 def test_republished_publication_is_released_after_a_max_ttl() -> None:

@@ -25,15 +25,14 @@ from kvferry.errors import (
 )
 from kvferry.geometry.model import AgentInfo, RankGeometry
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.engine import Event, Feed, Process, Role
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import MAX_NAMED_RANKS, MAX_REGION_CHECKS, Limits
-from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.records import Records
 from kvferry_server.domain.registrations import REGISTRATION_BYTES, Registration
 from kvferry_server.domain.registry import Registry
 from kvferry_server.domain.sources import Sources
-from kvferry_server.domain.watch_feed import Event, Feed, Process, Role
+from kvferry_server.domain.values import EngineRef, RevokeReason
 from tests.support.parties import (
     BASE,
     FULL,
@@ -75,7 +74,7 @@ class Scene:
         """Return the events meanwhile for the scheduler of `P`."""
         seen = self.feed.sequence
         self.clock.pass_by(seconds)
-        self.registry.advance()
+        self.records.advance()
         return [event for _, event in self.feed.after(seen)]
 
 
@@ -387,13 +386,14 @@ def test_watch_of_a_rank_that_the_engine_lacks_is_refused(scene: Scene) -> None:
 
 def test_refused_incarnation_retires_no_other() -> None:
     clock = FakeClock()
-    registry = Registry(Records(clock, TIMES, Limits()))
+    records = Records(clock, TIMES, Limits())
+    registry = Registry(records)
     # In a new home both incarnations live; then one of them is lost for long.
     for ref in (P, P2):
         registry.open_engine(ref, SECRETS[ref])
     registry.close_engine(P)
     clock.pass_by(TIMES.engine_ttl + 1)
-    registry.advance()
+    records.advance()
     with pytest.raises(EngineIdInUse):
         registry.open_engine(P3, SECRETS[P3])
     assert registry.open_engine(P, SECRETS[P]).ref == P
@@ -577,23 +577,14 @@ def test_an_engine_that_retires_leaves_its_name_and_is_refused(scene: Scene) -> 
     assert scene.registry.find_live(P.engine_id).ref == P2
 
 
-def test_host_that_keeps_retiring_engines_leaves_room_for_others() -> None:
-    scene = Scene(Limits(retired=8))
-    refs = [start("storm", chr(ord("a") + index)) for index in range(8)]
-
-    def retire(ref: EngineRef, secret: bytes, host: str) -> None:
-        scene.registry.open_engine(ref, secret, host)
+def test_refused_incarnations_are_limited_and_the_oldest_are_forgotten_first() -> None:
+    scene = Scene(Limits(retired=4))
+    secrets = [letter.encode() * 32 for letter in "abcdef"]
+    refs = [EngineRef("storm", incarnation_of(secret)) for secret in secrets]
+    for ref, secret in zip(refs, secrets, strict=True):
+        scene.registry.open_engine(ref, secret, "10.0.0.1")
         scene.registry.retire(ref)
-
-    made = [EngineRef(ref.engine_id, incarnation_of(ref.incarnation * 2)) for ref in refs]
-    for ref, new in zip(refs[:4], made, strict=False):
-        retire(new, ref.incarnation * 2, "10.0.0.1")
-    with pytest.raises(LimitReached, match="retired"):
-        retire(made[4], refs[4].incarnation * 2, "10.0.0.1")
-    # Engines that could not be retired end by their ttl.
-    scene.registry.close_engine(made[4])
-    scene.wait(TIMES.engine_ttl)
-    secret = scene.open()
-    retire(P, secret, "10.0.0.2")
-    scene.wait(TIMES.retire)
-    retire(made[0], refs[0].incarnation * 2, "10.0.0.1")
+    for ref, secret in zip(refs[2:], secrets[2:], strict=True):
+        with pytest.raises(PeerRestarted):
+            scene.registry.open_engine(ref, secret)
+    scene.registry.open_engine(refs[0], secrets[0])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain.engine import Feed, Process, Role
 from kvferry_server.domain.publications import PublicationRecord
-from kvferry_server.domain.watch_feed import Feed, Process, Role
 from tests.support.parties import P
 
 

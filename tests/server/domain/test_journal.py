@@ -10,11 +10,10 @@ import pytest
 
 from kvferry.errors import KvferryError, LeaseEnded
 from kvferry.v1 import errors_pb2
-from kvferry_server.domain.event_log import ALARMING, MOST_IN_WINDOW, ROUTINE, WINDOW, EventLog
-from kvferry_server.domain.journal import LAST_READS
+from kvferry_server.domain.journal import ALARMING, LAST_READS, MOST_IN_WINDOW, ROUTINE, WINDOW, EventLog
 from kvferry_server.domain.publications import Lease, PublicationStage
-from kvferry_server.domain.reads import RankOutcome
 from kvferry_server.domain.times import Times
+from kvferry_server.domain.values import RankOutcome
 from tests.support.parties import GROUPS, D, E, FakeClock, P, Scene, key
 
 EVENTS = "kvferry_server.events"
@@ -93,10 +92,10 @@ def test_last_hundred_reads_are_kept() -> None:
         lease = scene.grant(number, name=f"read {number}")
         scene.report(lease, 0)
     kept = scene.records.journal.last_reads
-    assert [read.publication for read in kept] == list(range(31, LAST_READS + 31))
+    assert [read["publication"] for read in kept] == list(range(31, LAST_READS + 31))
     scene.wait(1000)
     assert len(kept) == LAST_READS
-    assert {read.state for read in kept} == {"valid"}
+    assert {read["state"] for read in kept} == {"valid"}
 
 
 def test_expired_lease_is_logged_as_a_warning_with_its_ids(caplog: pytest.LogCaptureFixture) -> None:

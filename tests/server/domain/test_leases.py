@@ -20,8 +20,8 @@ from kvferry.errors import (
 )
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Limits
 from kvferry_server.domain.publications import PublicationStage
-from kvferry_server.domain.reads import LeaseState, RankOutcome, RevokeReason, Verdict
 from kvferry_server.domain.times import Times
+from kvferry_server.domain.values import LeaseState, RankOutcome, RevokeReason, Verdict
 from tests.support.parties import SECRETS, TIMES, D, E, P, Scene, ask, done, key, read_id
 
 
@@ -37,7 +37,7 @@ def test_lease_lasts_exactly_its_ttl(scene: Scene) -> None:
     assert scene.renew(lease) > 0
     scene.clock.pass_by(TIMES.ttl)
     # No timer has fired; the answer is right all the same.
-    assert scene.report(lease, 0).verdict is Verdict.EXPIRED
+    assert scene.report(lease, 0).verdict == Verdict.EXPIRED
     assert lease.state is LeaseState.EXPIRED
 
 
@@ -152,7 +152,7 @@ def test_lease_is_not_shortened_by_the_end_of_its_source(scene: Scene, gone: boo
     scene.wait(5)
     assert scene.renew(lease) == expires - scene.clock.time
     assert lease.revoked is RevokeReason.SOURCE_LOST
-    assert scene.report(lease, 0).verdict is Verdict.VALID
+    assert scene.report(lease, 0).verdict == Verdict.VALID
 
 
 def test_lease_and_publication_outlast_a_lost_rank(scene: Scene) -> None:
@@ -164,7 +164,7 @@ def test_lease_and_publication_outlast_a_lost_rank(scene: Scene) -> None:
     assert scene.renew(lease) == expires - scene.clock.time
     assert lease.revoked is RevokeReason.SOURCE_LOST
     assert publication.stage is PublicationStage.PUBLISHED
-    assert scene.report(lease, 0).verdict is Verdict.VALID
+    assert scene.report(lease, 0).verdict == Verdict.VALID
 
 
 def test_renewals_after_a_rank_was_lost_are_revoked_except_for_waiting_readers(scene: Scene) -> None:
@@ -204,7 +204,7 @@ def test_a_draining_home_answers_renewals_and_takes_reports_and_grants_nothing(s
         scene.grant(reader=E)
     with pytest.raises(ServerDraining):
         scene.publish(2)
-    assert scene.report(lease, 0).verdict is Verdict.VALID
+    assert scene.report(lease, 0).verdict == Verdict.VALID
 
 
 def test_a_read_may_come_before_its_publication(scene: Scene) -> None:
@@ -291,12 +291,12 @@ def test_reports_come_from_at_most_as_many_ranks_as_a_read_has_participants(scen
 def test_report_of_a_rank_that_is_too_late_is_answered_expired(scene: Scene) -> None:
     publication = scene.publish()
     lease = scene.grant(parties=2)
-    assert scene.report(lease, 0).verdict is Verdict.VALID
+    assert scene.report(lease, 0).verdict == Verdict.VALID
     scene.wait(TIMES.ttl)
-    assert scene.report(lease, 1).verdict is Verdict.EXPIRED
+    assert scene.report(lease, 1).verdict == Verdict.EXPIRED
     # Replays get the same answers.
-    assert scene.report(lease, 0).verdict is Verdict.VALID
-    assert scene.report(lease, 0, 1).verdict is Verdict.EXPIRED
+    assert scene.report(lease, 0).verdict == Verdict.VALID
+    assert scene.report(lease, 0, 1).verdict == Verdict.EXPIRED
     assert publication.valid_reads == 0
 
 
@@ -307,21 +307,21 @@ def test_a_rank_that_has_read_again_after_it_had_failed_gets_no_verdict_of_befor
     scene.report(lease, 0, outcome=RankOutcome.CANCELLED)
     scene.report(lease, 1)
     assert lease.state is LeaseState.FAILED
-    assert scene.report(lease, 0).verdict is Verdict.EXPIRED
-    assert scene.report(lease, 0, outcome=RankOutcome.CANCELLED).verdict is Verdict.VALID
-    assert scene.report(lease, 1).verdict is Verdict.VALID
+    assert scene.report(lease, 0).verdict == Verdict.EXPIRED
+    assert scene.report(lease, 0, outcome=RankOutcome.CANCELLED).verdict == Verdict.VALID
+    assert scene.report(lease, 1).verdict == Verdict.VALID
 
 
 def test_outcomes_are_kept_for_two_max_ttl_and_replayed_unchanged(scene: Scene) -> None:
     scene.publish()
     lease = scene.grant()
-    assert scene.report(lease, 0).verdict is Verdict.VALID
+    assert scene.report(lease, 0).verdict == Verdict.VALID
     scene.sources.acknowledge(P, [1])
     scene.wait(2 * TIMES.max_ttl - 1)
-    assert scene.report(lease, 0).verdict is Verdict.VALID
+    assert scene.report(lease, 0).verdict == Verdict.VALID
     scene.wait(1)
     # There is no record of the lease; but it has ended, since this home was up before the grant.
-    assert scene.report(lease, 0).verdict is Verdict.EXPIRED
+    assert scene.report(lease, 0).verdict == Verdict.EXPIRED
     assert not list(scene.records.leases())
 
 
@@ -330,15 +330,15 @@ def test_a_lease_without_a_record_has_ended_unless_the_home_has_just_started(
 ) -> None:
     """A reader whose machine was paused for long, and its clock with it, believes that its lease is live."""
     scene.wait(TIMES.max_ttl - 0.1)
-    assert scene.lessor.report(b"?" * 16, D, done(0)).verdict is Verdict.UNKNOWN
+    assert scene.lessor.report(b"?" * 16, D, done(0)).verdict == Verdict.UNKNOWN
     scene.wait(0.1)
-    assert scene.lessor.report(b"?" * 16, D, done(0)).verdict is Verdict.EXPIRED
+    assert scene.lessor.report(b"?" * 16, D, done(0)).verdict == Verdict.EXPIRED
 
 
 def test_lease_accepts_calls_of_its_reader_only(scene: Scene) -> None:
     scene.publish()
     lease = scene.grant()
-    assert scene.lessor.report(lease.lease_id, E, []).verdict is Verdict.UNKNOWN
+    assert scene.lessor.report(lease.lease_id, E, []).verdict == Verdict.UNKNOWN
     scene.lessor.cancel(lease.lease_id, E)
     with pytest.raises(LeaseEnded):
         scene.lessor.renew(lease.lease_id, E)
@@ -353,7 +353,7 @@ def test_cancel_ends_the_lease_at_once_and_is_idempotent(scene: Scene) -> None:
     scene.lessor.cancel(b"?" * 16, D)
     assert lease.state is LeaseState.CANCELLED
     assert not publication.leases
-    assert scene.report(lease, 0).verdict is Verdict.EXPIRED
+    assert scene.report(lease, 0).verdict == Verdict.EXPIRED
 
 
 @pytest.mark.parametrize("end", ["failure", "cancel", "death"])
@@ -420,19 +420,14 @@ def test_numbers_of_forgotten_publications_are_stale(scene: Scene) -> None:
         scene.publish(1, request_id="another request")
 
 
-def test_waiting_reads_and_leases_are_limited() -> None:
-    scene = Scene(limits=Limits(waiting_reads=4, reads=3))
-    scene.grant(1, name="a")
-    scene.grant(2, name="a")
-    with pytest.raises(LimitReached) as caught:
-        scene.grant(3, name="a")
-    assert caught.value.retryable
-    assert caught.value.values["limit"] == "waiting_reads"
+def test_leases_of_a_publication_are_limited() -> None:
+    scene = Scene(limits=Limits(reads=3))
     scene.publish(1)
-    for name in "bc":
+    for name in "abc":
         scene.grant(1, name=name)
     with pytest.raises(LimitReached) as caught:
         scene.grant(1, name="d")
+    assert caught.value.retryable
     assert caught.value.values["limit"] == "reads"
 
 
@@ -464,7 +459,7 @@ def test_lease_under_mutual_tls_accepts_only_the_certificate_that_acquired_it(sc
     # Another node's certificate of the same engine shares a name; a UNIX socket has none.
     assert scene.grant(names=frozenset({b"node-3", b"decode"})) is lease
     assert scene.renew(lease) == TIMES.ttl
-    assert scene.report(lease, 0).verdict is Verdict.VALID
+    assert scene.report(lease, 0).verdict == Verdict.VALID
 
 
 def test_leases_that_are_due_count_as_ended_before_the_timer_reaches_them() -> None:
@@ -477,14 +472,14 @@ def test_leases_that_are_due_count_as_ended_before_the_timer_reaches_them() -> N
     scene.records.advance()
     assert leases[0].state is LeaseState.EXPIRED
     assert alone.live
-    assert scene.records.next_deadline() <= scene.clock.now()
+    assert scene.records.deadlines.next_deadline() <= scene.clock.now()
     # The lease has ended exactly at its time, although no timer has acted on it.
-    assert scene.report(alone, 0).verdict is Verdict.EXPIRED
+    assert scene.report(alone, 0).verdict == Verdict.EXPIRED
     assert scene.renew(leases[-1]) == 0
     with pytest.raises(LeaseEnded):
         scene.grant(1, name=str(5 * MAX_ENDED_AT_ONCE - 1))
     calls = 0
-    while scene.records.next_deadline() <= scene.clock.now():
+    while scene.records.deadlines.next_deadline() <= scene.clock.now():
         scene.records.advance()
         calls += 1
     assert calls <= 6

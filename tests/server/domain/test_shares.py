@@ -12,21 +12,19 @@ import pytest
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import KvferryError, LimitReached, PublicationStale
 from kvferry.geometry.blocks import BlockRuns
-from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.engine import Process, Role
 from kvferry_server.domain.limits import Budget, Limits, MemoryBudget
 from kvferry_server.domain.publications import Lease
-from kvferry_server.domain.reads import Verdict
 from kvferry_server.domain.records import Records
 from kvferry_server.domain.registry import Registry
 from kvferry_server.domain.sources import Sources
-from kvferry_server.domain.watch_feed import Process, Role
+from kvferry_server.domain.values import EngineRef, Verdict
 from kvferry_server.home.home import Home
 from tests.support.parties import (
     GROUPS,
     SECRETS,
     TIMES,
     D,
-    E,
     FakeClock,
     P,
     Scene,
@@ -231,13 +229,13 @@ def test_lease_has_the_memory_of_all_its_reports_from_the_start() -> None:
     scene.publish(1)
     flood(lambda number: leases.append(scene.grant(1, name=str(number), parties=4096)))
     for lease in leases:
-        assert scene.report(lease, *range(4095)).verdict is Verdict.VALID
+        assert scene.report(lease, *range(4095)).verdict == Verdict.VALID
     assert scene.records.memory.used <= 4 << 20
 
 
-@pytest.mark.parametrize("kind", ["publications", "runs", "waiting reads", "leases", "reports", "aborted", "skipped"])
+@pytest.mark.parametrize("kind", ["publications", "runs", "waiting reads", "leases", "reports", "aborted"])
 def test_memory_accounted_is_about_the_memory_used(kind: str) -> None:
-    scene = Scene(limits=Limits(reads=10**6, waiting_reads=10**6))
+    scene = Scene(limits=Limits(reads=10**6))
     memory = scene.records.memory
     scene.publish(1)
     before = memory.held(P)
@@ -260,11 +258,9 @@ def test_memory_accounted_is_about_the_memory_used(kind: str) -> None:
             lease = scene.grant(1, name="wide", parties=4096)
             for rank in range(4000):
                 scene.report(lease, rank)
-        elif kind == "aborted":
+        else:
             for number in range(2, 1000):
                 scene.sources.abort(P, number)
-        else:
-            scene.sources.abort(P, 1026)
         taken, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -291,29 +287,18 @@ def test_abort_refused_for_lack_of_room_may_be_repeated() -> None:
     assert scene.told() == [(2, ReleaseOutcome.ABORTED)]
 
 
-def test_declines_and_waiting_reads_have_separate_limits() -> None:
-    scene = Scene(limits=Limits(waiting_reads=4, waiting_declines=3))
-    assert flood(lambda number: scene.lessor.decline(P, number, key(number))) == 3
-    scene.grant(10)
-    scene.grant(11)
-    assert refused(lambda: scene.grant(12)) == "waiting_reads"
-    scene.publish(1)
-    scene.lessor.decline(P, 4, key(4))
+def test_publications_that_have_not_arrived_are_limited() -> None:
+    scene = Scene(limits=Limits(publications=4))
+    for number in (1, 2):
+        scene.lessor.decline(P, number, key(number))
+        scene.grant(10 + number)
+    assert refused(lambda: scene.grant(13)) == "publications"
+    assert refused(lambda: scene.lessor.decline(P, 3, key(3))) == "publications"
+    assert refused(lambda: scene.publish(14)) == "publications"
+    # Those that are waited for, and have a place, arrive.
+    scene.publish(11)
     scene.wait(TIMES.max_wait)
-    scene.lessor.decline(P, 5, key(5))
-
-
-def test_reader_takes_at_most_half_of_the_waiting_reads() -> None:
-    scene = Scene(limits=Limits(waiting_reads=100))
-    assert flood(lambda number: scene.grant(number)) == 50
-    scene.grant(1000, reader=E)
-    # Readers choose their own names, but not their host.
-    assert flood(lambda number: scene.grant(2000 + number, reader=start(f"r{number}", "r"), host="192.0.2.1")) == 24
-    scene.grant(3000, reader=E)
-    # Reads whose publication arrived do not wait any more.
-    for number in range(1, 51):
-        scene.publish(number)
-    assert flood(lambda number: scene.grant(4000 + number)) > 20
+    scene.publish(14)
 
 
 def test_leases_on_one_engine_leave_room_for_those_on_others() -> None:
@@ -376,17 +361,24 @@ def test_snapshot_without_an_end_remembers_only_present_publications() -> None:
     assert scene.grant(100).live
 
 
-def test_publication_that_is_forgotten_does_not_arrive_again_during_recovery() -> None:
+def test_publication_whose_release_is_acknowledged_does_not_arrive_again_during_recovery() -> None:
     scene = Scene(recovering=True)
     scene.publish(1)
     scene.sources.abort(P, 1)
     scene.wait(TIMES.max_ttl)
     assert scene.told() == [(1, ReleaseOutcome.ABORTED)]
     scene.sources.acknowledge(P, [1])
+    with pytest.raises(KvferryError):
+        scene.grant(1)
+    scene.sources.abort(P, 1)
+    scene.wait(3 * TIMES.max_ttl)
+    assert not scene.told()
+    assert not scene.records.released(P)
+    scene.sources.begin_snapshot(P)
+    scene.sources.end_snapshot(P, 1)
+    assert not scene.records.of_engine(P).publications
     with pytest.raises(PublicationStale):
         scene.publish(1)
-    scene.sources.abort(P, 1)
-    assert not scene.told()
 
 
 @pytest.mark.parametrize("early", [1.0, 0.5, 0.001])
@@ -421,7 +413,7 @@ def test_overdue_leases_and_publications_end_before_a_grant() -> None:
     scene.clock.pass_by(TIMES.final)
     with pytest.raises(KvferryError):
         scene.grant(1, name="late")
-    assert scene.report(lease, 0).verdict is not Verdict.VALID
+    assert scene.report(lease, 0).verdict != Verdict.VALID
     # The hold was over before the final deadline.
     assert publication.outcome is ReleaseOutcome.UNREAD
     assert scene.told() == [(1, ReleaseOutcome.UNREAD)]

@@ -13,8 +13,8 @@ import pytest
 
 from kvferry._wire.reference import format_reference
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import NOBODY
 from kvferry_server.domain.times import BOOT, Times
+from kvferry_server.domain.values import NOBODY
 from kvferry_server.home.home import Home
 from kvferry_server.home.time_slices import TIME_SLICE, TimeSlices
 from kvferry_server.servicers.notify import notify

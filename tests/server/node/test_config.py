@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -14,16 +13,14 @@ import pytest
 from kvferry_server.domain.times import Times
 from kvferry_server.node.config import NodeConfig
 from kvferry_server.node.loading import (
-    OF_CLIENTS,
     BadConfig,
     add_flags,
     config_file,
     configure,
     load,
-    misread_variables,
+    unread_variables,
 )
 from tests.support.node_servers import Kvferryd, command, environment
-from tests.support.repository import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -175,21 +172,24 @@ def test_server_without_its_extra_names_the_extra_to_install(tmp_path: Path) -> 
     assert "Traceback" not in done.stderr
 
 
-def test_unknown_variable_is_reported_with_the_variable_that_was_meant() -> None:
+def test_variable_that_is_not_read_is_reported_with_the_one_that_was_meant() -> None:
     settings = {f"KVFERRYD_{name.upper()}" for name in NodeConfig.model_fields}
-    known = dict.fromkeys((*settings, "KVFERRYD_CONFIG", *OF_CLIENTS, "kvferryd_listen", "PATH"), "x")
+    known = dict.fromkeys((*settings, "KVFERRYD_CONFIG", "KVFERRY_SERVER", "kvferryd_listen", "PATH"), "x")
     services = {
-        "KVFERRY_SERVICE_HOST": "10.96.0.9",
-        "KVFERRY_SERVICE_PORT_GRPC": "7423",
-        "KVFERRY_PORT": "tcp://10.96.0.9:7423",
-        "KVFERRY_NODE_PORT_7423_TCP_ADDR": "10.96.0.9",
+        "KVFERRYD_SERVICE_HOST": "10.96.0.9",
+        "KVFERRYD_SERVICE_PORT_GRPC": "7423",
+        "KVFERRYD_PORT": "tcp://10.96.0.9:7423",
+        "KVFERRYD_NODE_PORT_7423_TCP_ADDR": "10.96.0.9",
     }
-    assert misread_variables({**known, **services}) == ([], [])
-    wrong = {"KVFERRYD_LISTN": "x", "KVFERRY_SOMETHING": "x", "KVFERRYD_ADMIN_PORT": "1"}
-    assert misread_variables({**known, **wrong})[1] == [
+    assert unread_variables({**known, **services}) == []
+    # Both have settings of these names.
+    assert unread_variables({**known, "KVFERRY_TLS_CERT": "x", "KVFERRY_DIRECTORY": "x"}) == []
+    wrong = {"KVFERRYD_LISTN": "x", "KVFERRYD_ADMIN_PORT": "1", "KVFERRY_POLICY": "x", "KVFERRY_TLS_CERT": "x"}
+    assert unread_variables(wrong) == [
         "nothing reads the variable KVFERRYD_ADMIN_PORT; did you mean KVFERRYD_ADMIN?",
         "nothing reads the variable KVFERRYD_LISTN; did you mean KVFERRYD_LISTEN?",
-        "nothing reads the variable KVFERRY_SOMETHING",
+        "kvferryd does not read KVFERRY_POLICY; the name of its variable is KVFERRYD_POLICY",
+        "kvferryd does not read KVFERRY_TLS_CERT; the name of its variable is KVFERRYD_TLS_CERT",
     ]
     misspelt = {"KVFERRYD_ADVERTIZE": "10.0.0.1"}
     with Kvferryd("--unix", "", "--listen", "127.0.0.1:0", env=misspelt) as server:
@@ -198,35 +198,12 @@ def test_unknown_variable_is_reported_with_the_variable_that_was_meant() -> None
         )
 
 
-def test_variables_of_clients_are_known() -> None:
-    """kvferryd must not warn of clients' variables in the environment of a host that both share."""
-    text = "".join(path.read_text() for path in (ROOT / "client").rglob("*.py"))
-    read = set(re.findall(r"\bKVFERRY_[A-Z_]*[A-Z]\b", text))
-    assert set(OF_CLIENTS) <= read
-    settings = dict.fromkeys(("KVFERRYD_TLS_CA", "KVFERRYD_TLS_CERT", "KVFERRYD_TLS_KEY", "KVFERRYD_DIRECTORY"), "x")
-    assert misread_variables({**dict.fromkeys(read, "x"), **settings}) == ([], [])
-
-
-def checked(**variables: str) -> subprocess.CompletedProcess[str]:
-    """`kvferryd --check-config` with these variables."""
-    settings = environment(**variables)
-    return subprocess.run(command("--check-config"), env=settings, capture_output=True, text=True, check=False)
-
-
 def test_certificate_of_clients_in_the_environment_is_not_the_servers() -> None:
-    """A warning says that it is ignored, since it may have been meant: kvferryd once read the same names."""
-    done = checked(KVFERRY_TLS_CERT="/c.pem", KVFERRY_TLS_KEY="/c.key")
+    settings = environment(KVFERRY_TLS_CERT="/c.pem", KVFERRY_TLS_KEY="/c.key")
+    done = subprocess.run(command("--check-config"), env=settings, capture_output=True, text=True, check=False)
     assert done.returncode == 0
-    assert "KVFERRY_TLS_CERT is read by clients only; kvferryd reads KVFERRYD_TLS_CERT" in done.stderr
-    assert "/c.pem" not in done.stdout
-
-
-def test_setting_by_its_former_name_is_refused() -> None:
-    """If the variable were ignored, a policy that was set would not be in force."""
-    done = checked(KVFERRY_POLICY="/policy.toml", KVFERRY_CONFIG="/a.toml")
-    assert done.returncode == 2
-    assert "KVFERRY_POLICY is not read any more: its name is KVFERRYD_POLICY now" in done.stderr
-    assert "KVFERRYD_CONFIG" in done.stderr
+    assert "kvferryd does not read KVFERRY_TLS_CERT" in done.stderr
+    assert "/c.pem" not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 import resource
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,13 @@ from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.limits import MAX_RANK_BYTES
 from kvferry_server.node.decoded_size import LONG_LIST, Decoded, shape_of
-from kvferry_server.node.limits import MAX_DECODED_QUERIES
 from kvferry_server.servicers.limits import MAX_ACKNOWLEDGED, MAX_ASKED_PLANES, MAX_MARKS, MAX_NOTIFICATIONS
 
 LEASE = bytes(range(16))
 
 
 def walked(raw: bytes, kind: type[Message]) -> Decoded:
-    most = MAX_DECODED_QUERIES if kind is pb.ReadChecksumsRequest else sys.maxsize
-    found = Decoded(raw, shape_of(kind.DESCRIPTOR), most)
+    found = Decoded(raw, shape_of(kind.DESCRIPTOR))
     for _ in found.walk():
         pass
     return found
@@ -166,11 +163,6 @@ def test_largest_requests_of_the_contract_are_within_the_limits(what: str) -> No
     raw = request.SerializeToString()
     assert len(raw) <= (MAX_NOTIFY_BYTES if isinstance(request, pb.NotifyRequest) else MAX_MESSAGE_BYTES)
     assert walked(raw, type(request)).fits
-
-
-def test_checksum_requests_for_too_many_places_are_refused_before_decoding() -> None:
-    request = pb.ReadChecksumsRequest(queries=[pb.ChecksumQuery(place_starts=[1] * 3_000_000)])
-    assert not walked(request.SerializeToString(), pb.ReadChecksumsRequest).fits
 
 
 def test_damaged_request_takes_no_more_memory_than_found() -> None:

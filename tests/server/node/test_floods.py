@@ -32,7 +32,7 @@ AT_ONCE = 4
 SIZE = 3_700_000
 
 KV, INTROSPECTION, ADMIN = "/kvferry.v1.KVTransfer/", "/kvferry.v1.Introspection/", "/kvferry.v1.Admin/"
-REFLECTION = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 HEALTH = "/grpc.health.v1.Health/"
 FOR_EVERYBODY = (REFLECTION, f"{HEALTH}Check", f"{HEALTH}Watch")
 

@@ -28,7 +28,7 @@ from kvferry.errors import (
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer, add_KVTransferServicer_to_server
 from kvferry_server.home.time_slices import TimeSlices
-from kvferry_server.node.grpc_server import make_server
+from kvferry_server.node.grpc_server import Server
 from kvferry_server.node.guard import UNKNOWN_METHOD, Guard
 from kvferry_server.node.requests import Arrivals, Requests
 from kvferry_server.servicers.access import TRUSTED
@@ -91,7 +91,8 @@ async def guarded(
     most: int = 1024, socket: Path | None = None
 ) -> AsyncIterator[tuple[KVTransferAsyncStub, Servicer, Guard, Any]]:
     guard, servicer = Guard(most, most, TRUSTED, Requests(Worker(), TimeSlices())), Servicer()
-    server = make_server(guard, SERVER_OPTIONS, lambda server: add_KVTransferServicer_to_server(servicer, server))
+    server = Server(SERVER_OPTIONS)
+    server.offer(guard, lambda server: add_KVTransferServicer_to_server(servicer, server))
     port = server.add_insecure_port("127.0.0.1:0" if socket is None else f"unix:{socket}")
     await server.start()
     try:
@@ -308,7 +309,7 @@ def target(channel: Any) -> str:
 
 
 async def test_answers_that_clients_do_not_take_keep_no_others_out(caplog: pytest.LogCaptureFixture) -> None:
-    """Large handshakes keep their slots until they have been answered."""
+    """Large handshakes keep no slot and no turn while they are answered."""
     async with guarded() as (stub, _, __, channel):
         large = pb.HandshakeRequest(engine_id="much", incarnation=LARGE_REQUEST)
         untaken = [stub.Handshake(large, timeout=300) for _ in range(40)]
@@ -350,26 +351,6 @@ async def test_geometries_in_work_keep_no_renewal_out() -> None:
         assert await stub.Notify(pb.NotifyRequest(), timeout=10) == pb.NotifyResponse()
         servicer.go_on.set()
         await asyncio.gather(*busy)
-
-
-async def test_late_request_times_out_although_its_client_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that waits for its client to take the answer is not a late request, and does not hide later calls."""
-    monkeypatch.setattr("kvferry_server.node.requests.REQUEST_TIMEOUT", 0.2)
-    arrivals, loop = Arrivals(2), asyncio.get_running_loop()
-    untaken = asyncio.ensure_future(arrivals.wait_for_peer(loop.create_future()))
-    await asyncio.sleep(0)
-
-    class Silent:
-        async def read(self) -> bytes:
-            await loop.create_future()
-            return b""
-
-    with pytest.raises(InvalidField):
-        await asyncio.wait_for(arrivals.read(Silent()), 10)
-    assert not untaken.done()
-    # No request is left that could be late, so no timer runs.
-    assert arrivals._timer is None
-    untaken.cancel()
 
 
 async def test_slots_are_freed_however_a_request_ends() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from kvferry._clock import now
 from kvferry._wire.channel import connect
-from kvferry_server.domain.event_log import MOST_IN_WINDOW, WINDOW
+from kvferry_server.domain.journal import MOST_IN_WINDOW, WINDOW
 from tests.support.node_servers import Kvferryd, command, environment
 from tests.support.raw_parties import Party
 from tests.support.waiting import until

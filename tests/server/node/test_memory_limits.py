@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
 import pytest
 
+from kvferry_server.node import memory
 from kvferry_server.node.limits import MAX_HOME_MEMORY, MIN_HOME_MEMORY, WORKING_MEMORY
 from kvferry_server.node.loading import BadConfig, configure
-from kvferry_server.node.memory import TRIM_BYTES, Trimmer, home_memory, memory_limit
+from kvferry_server.node.memory import TRIM_BYTES, home_memory, memory_limit
 from tests.support.memory_groups import in_group, memory_group
 from tests.support.node_servers import Kvferryd, refused
 
@@ -85,19 +87,25 @@ def test_kvferryd_in_a_cgroup_takes_half_of_its_memory_and_warns_if_that_is_too_
             assert "lets it have 256 MiB" in server.log
 
 
-def test_trim_is_due_only_after_much_memory_was_freed() -> None:
+async def test_memory_is_given_back_only_after_much_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     worked_on = held = 0
-    trimmer = Trimmer(lambda: worked_on, lambda: held)
-    assert not trimmer.due()
+    trims = list[str]()
+    monkeypatch.setattr(memory, "TRIM_POLL", 0)
+    monkeypatch.setattr(memory, "_of_glibc", lambda name, *_: trims.append(name))
+    running = asyncio.create_task(memory.give_back(lambda: worked_on, lambda: held))
+
+    async def given_back() -> int:
+        trims.clear()
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        return len(trims)
+
     worked_on = TRIM_BYTES - 1
-    assert not trimmer.due()
+    assert await given_back() == 0
     worked_on += 1
-    assert trimmer.due()
-    worked_on += 1
-    assert not trimmer.due()
-    assert trimmer.due(), "once more, after all is quiet"
-    assert not trimmer.due()
+    assert await given_back() == 2, "once more for what was still in use"
     held = 2 * TRIM_BYTES
-    assert not trimmer.due(), "what the home holds is not free"
+    assert await given_back() == 0, "what the home holds is not free"
     held = TRIM_BYTES
-    assert trimmer.due()
+    assert await given_back() == 2
+    running.cancel()

@@ -185,7 +185,7 @@ async def test_server_stops_although_its_directory_hangs(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"directory": "file:/etc/kvferry.toml"}, "files and DNS are written by others"),
+        ({"directory": "file:/etc/kvferry.toml"}, "files are written by others"),
         ({"directory": "etcd:2379"}, "etcd://HOST:PORT"),
         ({"directory": "etcd://e:1", "directory_labels": "role"}, "NAME=VALUE"),
         ({"directory": "etcd://e:1", "directory_ttl": 0.5}, "greater than or equal to 2"),

@@ -24,14 +24,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvferry._wire.channel import connect, connect_async, parse_address
 from kvferry._wire.status import from_rpc_error
-from kvferry.errors import InvalidField, LimitReached, Unreachable
+from kvferry.errors import InternalError, InvalidField, LimitReached, Unreachable
 from kvferry.geometry import RankGeometry
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 from kvferry_server.node.connections import ConnectionLimiter, connections_each
-from kvferry_server.node.grpc_server import _CAN_MEND
-from kvferry_server.node.limits import RESTART_LOG_PAUSE
 from kvferry_server.node.loading import configure
 from kvferry_server.node.server import NodeServer
 from kvferry_server.servicers.callers import host_of
@@ -50,15 +48,6 @@ WATCH = "/kvferry.v1.KVTransfer/Watch"
 NOTIFY = "/kvferry.v1.KVTransfer/Notify"
 HANDSHAKE = "/kvferry.v1.KVTransfer/Handshake"
 ATTACKS = 100
-
-UNMENDED = """
-import sys
-from kvferry_server.node import grpc_server
-grpc_server._CAN_MEND = False
-from kvferry_server.node.main import run
-sys.exit(run(sys.argv[1:]))
-"""
-"""kvferryd with grpcio's unchanged server."""
 
 
 @pytest.fixture(scope="module")
@@ -102,125 +91,35 @@ def test_path_that_is_not_text_is_refused_and_ends_no_connection(server: Kvferry
             assert victim._watch.is_active()
             victim.works()
     assert server.running
-    assert "a new server replaces it" not in server.log
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not _CAN_MEND, reason="this grpcio decodes no path where all calls are taken")
-def test_grpc_server_is_replaced_and_the_home_keeps_its_state(tmp_path: Path) -> None:
-    """Unchanged grpcio: each attack ends its server with every stream."""
-    path = tmp_path / "node.sock"
-    # Longer than all attacks take.
-    lasting = ("--ttl", "600", "--max-ttl", "600")
-    began = time.monotonic()
-    with Kvferryd(
-        "--unix", str(path), "--listen", "127.0.0.1:0", "--engine-ttl", "600", *lasting, program=("-c", UNMENDED)
-    ) as running:
-        address = running.addresses[1]
-        with connect(address) as channel:
-            victim = Party(channel, "victim")
-            victim.live()
-            lease = victim.read()
-            for _ in range(ATTACKS // 5):
-                end_of_grpcio(address)
-                eventually(lambda: serves(address))
-                # Its own status, so no connection was cut here.
-                assert serves(running.address)
-            (ended,) = victim.notify_reader(
-                pb.Notification(
-                    read_done=pb.ReadDone(
-                        lease_id=lease, reports=[pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE, bytes=7)]
-                    )
-                )
-            )
-            assert ended.read_ended.verdict == pb.VERDICT_VALID
-            engines = IntrospectionStub(channel).ListEngines(ipb.ListEnginesRequest(), timeout=10)
-            assert engines.home_epoch.hex().startswith(running.epoch)
-            victim.close()
-        assert "a new server replaces it" in running.log
-        assert running.log.count("a new server replaces it") < 5 + (time.monotonic() - began) // RESTART_LOG_PAUSE
-        running.signal()
-        assert running.wait() == 0
-    assert list(tmp_path.iterdir()) == []
-
-
-async def test_replaced_socket_keeps_its_path_mode_and_lock(tmp_path: Path) -> None:
-    path = tmp_path / "node.sock"
-    node = NodeServer(configure(unix=str(path), listen=""))
-    await node.start()
-    try:
-        before, mode = path.stat().st_ino, path.stat().st_mode
-        lock = path.with_name("node.sock.lock").stat().st_ino
-        serving = node._listeners[0]
-        first: Any = serving._server
-        first._server.ended.set_result(RuntimeError("for the test"))
-        await asyncio.wait_for(until(lambda: serving._server not in (None, first)), 10)
-        assert await asyncio.to_thread(serves, node.addresses[0])
-        assert path.stat().st_ino != before
-        assert path.stat().st_mode == mode
-        assert path.with_name("node.sock.lock").stat().st_ino == lock
-    finally:
-        await node.stop(0)
-    assert not path.exists()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.skipif(not _CAN_MEND, reason="this grpcio accepts all calls itself")
-async def test_grpc_server_that_cannot_accept_calls_of_a_method_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    node = NodeServer(configure(unix="", listen="127.0.0.1:0"))
-    schedule, failed = cygrpc._schedule_rpc_coro, list[object]()
+async def test_node_server_fails_as_soon_as_grpc_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its service manager starts it again, and its engines fill it again."""
+    schedule, broken = cygrpc._schedule_rpc_coro, list[object]()
 
     def fails_once(handling: Coroutine[Any, Any, None], *rest: Any) -> Any:
-        if failed:
+        if broken:
             return schedule(handling, *rest)
-        failed.append(handling)
+        broken.append(handling)
         handling.close()
         raise MemoryError
 
+    path = tmp_path / "node.sock"
+    node = NodeServer(configure(unix=str(path), listen="127.0.0.1:0"))
     await node.start()
-    try:
-        monkeypatch.setattr(cygrpc, "_schedule_rpc_coro", fails_once)
-        async with connect_async(node.addresses[0]) as channel:
-            stub: Any = IntrospectionStub(channel)
-            with pytest.raises(grpc.RpcError) as caught:
-                await stub.ListEngines(ipb.ListEnginesRequest(), timeout=10)
-            assert isinstance(from_rpc_error(caught.value, "server"), Unreachable)
-            epochs = {(await until_answered(stub)).home_epoch for _ in range(3)}
-        assert epochs == {node.home.epoch}
-    finally:
-        await node.stop(0)
-
-
-async def until_answered(stub: Any) -> ipb.ListEnginesResponse:
-    """An answer, once the server is back."""
-    answer: ipb.ListEnginesResponse = await stub.ListEngines(ipb.ListEnginesRequest(), timeout=10, wait_for_ready=True)
-    return answer
-
-
-async def test_port_stays_reserved_between_two_grpc_servers() -> None:
-    node = NodeServer(configure(unix="", listen="127.0.0.1:0"))
-    await node.start()
-    address = parse_address(node.addresses[0])
-    serving = node._listeners[0]
-    first: Any = serving._server
-    # Like the end of one gRPC server and the start of the next, but with a pause between them.
-    await first.stop(0)
-    with socket.socket() as thief, pytest.raises(OSError, match="in use"):
-        thief.bind((address.host, address.port))
-    # Older versions of grpcio report the end themselves.
-    if not first._server.ended.done():
-        first._server.ended.set_result(RuntimeError("for the test"))
-    await asyncio.wait_for(until(lambda: serving._server not in (None, first)), 10)
-    assert await asyncio.to_thread(serves, node.addresses[0])
+    failed = asyncio.create_task(node.failed())
+    monkeypatch.setattr(cygrpc, "_schedule_rpc_coro", fails_once)
+    async with connect_async(node.addresses[1]) as channel:
+        stub: Any = IntrospectionStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            await stub.ListEngines(ipb.ListEnginesRequest(), timeout=10)
+        assert isinstance(from_rpc_error(caught.value, "server"), Unreachable)
+        with pytest.raises(InternalError, match="gRPC's server has ended") as why:
+            await asyncio.wait_for(failed, 10)
+    assert isinstance(why.value.__cause__, MemoryError)
     await node.stop(0)
-    with socket.socket() as next_one:
-        next_one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        next_one.bind((address.host, address.port))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0.005)
+    assert not path.exists()
 
 
 def eventually(succeeds: Callable[[], bool], within: float = 60.0) -> None:
@@ -266,8 +165,7 @@ def test_calls_in_thousands_are_answered_or_refused_with_typed_errors(server: Kv
         stubs = [IntrospectionStub(channel) for channel in channels]
         calls = [stubs[n % 4].ListEngines.future(ipb.ListEnginesRequest(), timeout=90) for n in range(3000)]
         ended = Counter(outcome(call) for call in calls)
-    # Older versions of grpcio have one short queue for all calls, and drop calls that do not fit.
-    assert set(ended) <= {"OK", "LIMIT"} | (set() if _CAN_MEND else {str(grpc.StatusCode.CANCELLED)}), ended
+    assert set(ended) <= {"OK", "LIMIT"}, ended
     assert ended["OK"] > 500
 
 
@@ -295,8 +193,7 @@ def test_streams_in_thousands_are_open_or_refused_with_typed_errors(tmp_path: Pa
             except grpc.RpcError as error:
                 typed = from_rpc_error(error, "server")
                 ended["LIMIT" if isinstance(typed, LimitReached) and typed.retry_after else str(error.code())] += 1
-        dropped = 0 if _CAN_MEND else ended.pop(str(grpc.StatusCode.CANCELLED), 0)
-        assert ended == {"open": 500, "LIMIT": 1500 - dropped}
+        assert ended == {"open": 500, "LIMIT": 1500}
         # The loopback network is 127.0.0.0/8: another host, as far as the server can see.
         with Connection(f"127.0.0.1:{port}", source="127.0.0.2") as other:
             other.send(request(1, "/grpc.health.v1.Health/Watch"))
@@ -332,8 +229,6 @@ def flood_of_resets(address: str, path: str) -> Iterator[None]:
 
 
 def test_flood_of_resets_harms_only_its_own_connection(server: Kvferryd) -> None:
-    if not _CAN_MEND:
-        pytest.skip("this grpcio has one queue for all methods: see the next test")
     address = server.addresses[1]
     with party(address, "flooded") as victim, flood_of_resets(address, LIST_ENGINES):
         for _ in range(30):

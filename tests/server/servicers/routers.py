@@ -12,8 +12,8 @@ from typing import Any
 from kvferry._wire.reference import router_reference
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import Limits
+from kvferry_server.domain.values import EngineRef
 from tests.support.node_in_process import ADVERTISE, TIMEOUT, Node, running
 from tests.support.parties import SECRETS, P
 

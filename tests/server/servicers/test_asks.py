@@ -28,10 +28,10 @@ from kvferry.errors import (
 )
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain.engine import Process, Role
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.roles import PolicyRole
 from kvferry_server.domain.routing import Routing
-from kvferry_server.domain.watch_feed import Process, Role
 from kvferry_server.home.time_slices import TimeSlice
 from kvferry_server.servicers.access import TABLE
 from kvferry_server.servicers.notify import notify

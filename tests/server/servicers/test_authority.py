@@ -19,7 +19,7 @@ from kvferry.errors import (
 )
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.values import EngineRef
 from tests.support.node_in_process import (
     TIMEOUT,
     Node,

@@ -26,15 +26,14 @@ from kvferry.geometry import RankGeometry
 from kvferry.v1 import errors_pb2
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.engine import Process, Role
 from kvferry_server.domain.limits import Limits
-from kvferry_server.domain.ordered import Ordered
-from kvferry_server.domain.publications import lease_bytes
-from kvferry_server.domain.watch_feed import Process, Role
+from kvferry_server.domain.values import EngineRef
 from kvferry_server.home import time_slices
 from kvferry_server.servicers import limits
+from kvferry_server.servicers.introspection import page
 from kvferry_server.servicers.limits import MAX_GROUPS, MAX_NOTIFICATIONS, MAX_RELEASED_READS, MAX_RUNS
-from kvferry_server.servicers.lists import page
+from tests.support.examples import examples
 from tests.support.node_in_process import (
     TIMEOUT,
     Node,
@@ -45,7 +44,6 @@ from tests.support.node_in_process import (
     publish_notification,
     raised,
     read_done,
-    read_request,
     reference,
     register_request,
     running,
@@ -228,7 +226,7 @@ async def test_transfers_of_many_ranks_are_listed_in_pages_that_arrive(tmp_path:
         assert len(found) == leases
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(
     shelves=st.dictionaries(
         st.sampled_from("abcd"), st.dictionaries(st.integers(0, 2**64 - 1), st.integers(0, 1 << 21), max_size=8)
@@ -238,10 +236,7 @@ async def test_transfers_of_many_ranks_are_listed_in_pages_that_arrive(tmp_path:
 def test_pages_hold_everything_once_in_order_and_none_is_larger_than_a_message(
     shelves: dict[str, dict[int, int]], size: int
 ) -> None:
-    by_ref = {start(name, name): Ordered[int]() for name in shelves}
-    for name, held in shelves.items():
-        for number, length in held.items():
-            by_ref[start(name, name)].add((number,), length)
+    by_ref = {start(name, name): held for name, held in shelves.items()}
     token, found = "", list[int]()
     for _ in range(100):
         entries, token = page(by_ref, lambda length: BytesValue(value=b"x" * length), size, token)
@@ -299,8 +294,7 @@ async def test_a_page_of_sums_in_very_many_parts_is_refused_at_once(tmp_path: Pa
         assert answer.error.metadata["field"] == "checksums"
 
 
-@pytest.mark.parametrize("asked", ["blocks", "handshake"])
-async def test_readers_that_take_no_answers_use_up_only_their_own_share(tmp_path: Path, asked: str) -> None:
+async def test_readers_that_take_no_answers_use_up_only_their_own_share(tmp_path: Path) -> None:
     budget = 64 << 20
     async with running(tmp_path, Limits(memory=budget, engine_memory=1 << 20)) as node:
         await node.open_engine()
@@ -315,28 +309,17 @@ async def test_readers_that_take_no_answers_use_up_only_their_own_share(tmp_path
         channel = grpc.aio.insecure_channel(f"unix:{tmp_path / 's'}", options=options)
         kv: Any = KVTransferStub(channel)
         # The readers use the engine_id of their victim.
-        if asked == "blocks":
-            # Called like a stream, so that the answer is not taken.
-            read: Any = channel.unary_stream(
-                "/kvferry.v1.KVTransfer/ReadBlocks", request_serializer=pb.ReadBlocksRequest.SerializeToString
-            )
-            reads = (read_request(reader=P, read_id=read_id(str(number))) for number in range(100))
-            answers = [Stream(read(request, timeout=TIMEOUT)) for request in reads]
-        else:
-            reader = pb.EngineRef(engine_id="reader", incarnation=P.incarnation)
-            answers = [Stream(kv.Handshake(handshake_request(reader=reader), timeout=TIMEOUT)) for _ in range(100)]
-        first = [] if asked == "blocks" else answers
-        found = await asyncio.gather(*(raised_or_none(stream) for stream in first))
-        # No event says when the server has written as much as it may. But each read that was answered or refused has
-        # its lease, and all are sent before any answer is taken.
-        leases = 100 if asked == "blocks" else 0
+        reader = pb.EngineRef(engine_id="reader", incarnation=P.incarnation)
+        answers = [Stream(kv.Handshake(handshake_request(reader=reader), timeout=TIMEOUT)) for _ in range(100)]
+        found = await asyncio.gather(*(raised_or_none(stream) for stream in answers))
+        # No event says when the server has written as much as it may.
         for _ in range(int(TIMEOUT / 0.01)):
-            if node.home.memory.used >= used + (4 << 20) and node.home.records.engines[P].live_leases >= leases:
+            if node.home.memory.used >= used + (4 << 20):
                 break
             await asyncio.sleep(0.01)
         assert used + (4 << 20) <= node.home.memory.used <= budget
-        # Only the leases count against the victim: the victim goes on, and so does another engine.
-        assert node.home.memory.held(P) <= held + 100 * lease_bytes(1)
+        # Nothing counts against the victim: the victim goes on, and so does another engine.
+        assert node.home.memory.held(P) == held
         await node.open_engine(E)
         await node.register(ref=E)
         for victim, number in ((P, 2), (E, 1)):
@@ -412,7 +395,7 @@ async def test_reported_bytes_count_up_to_the_bytes_that_the_source_holds(tmp_pa
         assert answer.read_ended.verdict == pb.VERDICT_VALID
         assert blocks
         assert node.home.journal.read_bytes == blocks * held
-        assert node.home.journal.last_reads[-1].bytes == blocks * held
+        assert node.home.journal.last_reads[-1]["bytes"] == blocks * held
 
 
 async def test_caches_that_are_larger_than_a_field_are_listed_as_the_most_that_it_holds(tmp_path: Path) -> None:

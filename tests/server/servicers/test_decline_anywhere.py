@@ -29,11 +29,11 @@ from kvferry.errors import (
 )
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import add_KVTransferServicer_to_server
-from kvferry_server.domain.identity import NOBODY
+from kvferry_server.domain.values import NOBODY
 from kvferry_server.node.loading import configure
 from kvferry_server.node.server import NodeServer
 from kvferry_server.servicers import relay
-from kvferry_server.servicers.limits import MAX_DECLINE_HOMES
+from kvferry_server.servicers.limits import MAX_RELAYED_DECLINES
 from kvferry_server.servicers.relay import Caller
 from tests.support.node_in_process import TIMEOUT, proto, publish_notification, register_request, snapshot
 from tests.support.node_servers import free_port
@@ -176,7 +176,7 @@ async def test_answers_of_a_strange_home_are_not_passed_on(stage: Stage, answers
 @pytest.fixture
 def few_places(monkeypatch: pytest.MonkeyPatch) -> None:
     """One caller's declines get half of these connections."""
-    monkeypatch.setattr(relay, "MAX_DECLINE_HOMES", 4)
+    monkeypatch.setattr(relay, "MAX_RELAYED_DECLINES", 4)
 
 
 @pytest.mark.usefixtures("few_places")
@@ -197,7 +197,7 @@ async def test_homes_that_do_not_answer_take_no_room_from_the_declines_of_other_
             return f"127.0.0.1:{stack.enter_context(socket.create_server(('127.0.0.1', 0))).getsockname()[1]}"
 
         relays = relay.Relays("127.0.0.1:1", None, anywhere=False)
-        homes = [silent() for _ in range(MAX_DECLINE_HOMES + 2)]
+        homes = [silent() for _ in range(MAX_RELAYED_DECLINES + 2)]
 
         def decline(home: str, host: str) -> asyncio.Task[Any]:
             return asyncio.create_task(
@@ -211,7 +211,7 @@ async def test_homes_that_do_not_answer_take_no_room_from_the_declines_of_other_
             await asyncio.wait(hostile, return_when=asyncio.FIRST_COMPLETED)
             waiting = {task for task in (*hostile, honest) if not task.done()}
             done = {*hostile, honest} - waiting
-            assert len(done) > MAX_DECLINE_HOMES // 2
+            assert len(done) > MAX_RELAYED_DECLINES // 2
             assert {type(task.exception()) for task in done} == {LimitReached}
             assert honest in waiting
             assert relays.num_homes == len(waiting)

@@ -21,8 +21,8 @@ from kvferry._wire.version import introduce
 from kvferry.errors import BadGeometry, Incompatible, InvalidField
 from kvferry.geometry import Interval, RankGeometry
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.engine_description import EngineDescription
 from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_NOTED_READERS, MAX_RANK_BYTES, RANK_PAGE_BYTES
+from kvferry_server.domain.registrations import EngineDescription
 from kvferry_server.servicers import decode, encode
 from tests.server.servicers.registrations import of_size, size_of
 from tests.support.node_in_process import (

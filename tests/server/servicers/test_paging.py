@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from kvferry.v1 import introspection_pb2 as ipb
-from kvferry_server.domain.ordered import Ordered
+from kvferry_server.servicers.introspection import page
 from kvferry_server.servicers.limits import LISTING_PAGE_BYTES
-from kvferry_server.servicers.lists import page
 from tests.support.parties import P
 
 
@@ -15,9 +14,9 @@ def listed(sizes: dict[int, int], page_size: int) -> list[list[int]]:
     def encode(number: int) -> ipb.RequestSummary:
         return ipb.RequestSummary(publication=number, request_id="x" * sizes[number])
 
-    entries, pages, token = Ordered[int](), [], ""
+    entries, pages, token = dict[int, int](), [], ""
     for number in reversed(sizes):
-        entries.add((number,), number)
+        entries[number] = number
     while True:
         found, token = page({P: entries}, encode, page_size, token)
         assert sum(message.ByteSize() for message in found) <= LISTING_PAGE_BYTES or len(found) == 1

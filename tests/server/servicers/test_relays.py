@@ -14,10 +14,9 @@ import pytest
 
 from kvferry.errors import InvalidField, KvferryError, LimitReached, RelayLoop, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.event_log import EventLog
-from kvferry_server.domain.identity import NOBODY, Names
+from kvferry_server.domain.journal import EventLog
+from kvferry_server.domain.values import NOBODY, Names
 from kvferry_server.servicers import relay
-from kvferry_server.servicers.limits import MAX_HOMES
 from kvferry_server.servicers.relay import Caller, Relays
 from tests.support.node_in_process import TIMEOUT, proto, register_request
 from tests.support.node_servers import free_port
@@ -27,8 +26,12 @@ OWN = "127.0.0.1:7611"
 HOSTILE, HONEST = Caller("203.0.113.9", NOBODY), Caller("192.0.2.7", NOBODY)
 
 
+MOST = 256  # Relayed calls in these tests
+
+
 @pytest.fixture
-def relays() -> Relays:
+def relays(monkeypatch: pytest.MonkeyPatch) -> Relays:
+    monkeypatch.setattr(relay, "MAX_RELAYED_CALLS", MOST)
     return Relays(OWN, None, anywhere=False, events=EventLog(FakeClock()))
 
 
@@ -72,16 +75,14 @@ async def test_watches_of_silent_homes_take_no_room_from_others(relays: Relays, 
         # One host, or one identity on many hosts.
         return HOSTILE if not names else Caller(f"203.0.113.{number}", names)
 
-    watches = [watch(relays, silent(), hostile(number)) for number in range(MAX_HOMES)]
-    registers = asyncio.create_task(
-        error_of(relays.register_cache(register_request(home=silent()), hostile(MAX_HOMES)))
-    )
+    watches = [watch(relays, silent(), hostile(number)) for number in range(MOST)]
+    registers = asyncio.create_task(error_of(relays.register_cache(register_request(home=silent()), hostile(MOST))))
     await asyncio.wait([registers])
     assert isinstance(registers.result(), LimitReached)
-    assert relays.num_homes == MAX_HOMES // 2
+    assert relays.num_homes == MOST // 2
     honest = watch(relays, silent(), HONEST)
     await asyncio.sleep(0)
-    assert relays.num_homes == MAX_HOMES // 2 + 1
+    assert relays.num_homes == MOST // 2 + 1
     assert not honest.done()
     await ended([*watches, honest])
     await relays.close()

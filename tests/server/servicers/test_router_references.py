@@ -213,12 +213,12 @@ async def test_abort_reaches_readers_that_come_later(ready: Node) -> None:
     assert isinstance(await raised(ready.read(reference=made(), read_id=read_id("late"))), PublicationAborted)
 
 
-async def test_reader_takes_at_most_half_of_the_waiting_reads(tmp_path: Path) -> None:
-    async with small(tmp_path, waiting_reads=4) as node:
+async def test_reader_takes_at_most_half_of_the_waits(tmp_path: Path) -> None:
+    async with small(tmp_path, router_keys=4) as node:
         waiting = [await begin(node, made(), before=index, read_id=read_id(f"{index}")) for index in range(2)]
         error = await raised(node.read(reference=made(), read_id=read_id("third")))
         assert isinstance(error, LimitReached)
-        assert error.values["limit"] == "waiting_reads"
+        assert error.values["limit"] == "router_keys"
         waiting.append(await begin(node, made(), before=2, reader=E))
         await publish(node)
         assert [(await read).accepted.publication for read in waiting] == [1, 1, 1]
@@ -230,12 +230,12 @@ async def test_reader_takes_at_most_half_of_the_waiting_reads(tmp_path: Path) ->
 
 
 async def test_caller_takes_at_most_half_of_the_remembered_declines(tmp_path: Path) -> None:
-    async with small(tmp_path, waiting_declines=4) as node:
+    async with small(tmp_path, router_keys=4) as node:
         results = await decline(node, *(made(f"room-{index}") for index in range(3)))
         assert [result.HasField("done") for result in results] == [True, True, False]
         error = error_of(results[2])
         assert isinstance(error, LimitReached)
-        assert error.values["limit"] == "waiting_declines"
+        assert error.values["limit"] == "router_keys"
         (told,) = await node.reader(pb.Notification(decline=pb.Decline(reference=made("room-9"))))
         assert told.HasField("done")
         node.pass_by(TIMES.max_wait)

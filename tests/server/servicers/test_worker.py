@@ -1,4 +1,4 @@
-"""The worker thread: hosts take turns on it, and share the bytes that may wait."""
+"""The worker thread: hosts take turns on it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 
 from kvferry.errors import LimitReached
-from kvferry_server.servicers.limits import MAX_WAITING_BYTES
 from kvferry_server.servicers.worker import Worker
 
 WITHIN = 10.0
@@ -21,18 +20,18 @@ async def worker() -> Worker:
     return Worker()
 
 
-async def asked(worker: Worker, host: str, size: int, call: Callable[[], object]) -> asyncio.Task[object]:
+async def asked(worker: Worker, host: str, call: Callable[[], object]) -> asyncio.Task[object]:
     """Begin a call, and let it run until it waits."""
-    task = asyncio.create_task(worker.run(host, size, call))
+    task = asyncio.create_task(worker.run(host, call))
     await asyncio.sleep(0)
     return task
 
 
 async def test_hosts_take_turns(worker: Worker) -> None:
     go_on, order = threading.Event(), list[str]()
-    first = await asked(worker, "greedy", 1, lambda: go_on.wait(WITHIN))
-    greedy = [await asked(worker, "greedy", 1, lambda: order.append("greedy")) for _ in range(20)]
-    others = [await asked(worker, host, 1, partial(order.append, host)) for host in ("a", "b")]
+    first = await asked(worker, "greedy", lambda: go_on.wait(WITHIN))
+    greedy = [await asked(worker, "greedy", lambda: order.append("greedy")) for _ in range(20)]
+    others = [await asked(worker, host, partial(order.append, host)) for host in ("a", "b")]
     go_on.set()
     await asyncio.wait_for(asyncio.gather(first, *greedy, *others), WITHIN)
     assert order[:4] == ["greedy", "a", "b", "greedy"]
@@ -41,38 +40,24 @@ async def test_hosts_take_turns(worker: Worker) -> None:
 async def test_caller_that_leaves_passes_its_turn_on(worker: Worker) -> None:
     """Also a turn that was given a moment ago."""
     go_on, order = threading.Event(), list[str]()
-    first = await asked(worker, "a", 1, lambda: go_on.wait(WITHIN))
-    leaving = [await asked(worker, "a", 1, lambda: order.append("left")) for _ in range(3)]
+    first = await asked(worker, "a", lambda: go_on.wait(WITHIN))
+    leaving = [await asked(worker, "a", lambda: order.append("left")) for _ in range(3)]
     leaving[0].cancel()
-    stays = await asked(worker, "b", 1, lambda: order.append("b"))
+    stays = await asked(worker, "b", lambda: order.append("b"))
     first.add_done_callback(lambda _: [task.cancel() for task in leaving])
     go_on.set()
     await asyncio.wait_for(stays, WITHIN)
-    await asyncio.wait_for(worker.run("c", 1, lambda: order.append("c")), WITHIN)
+    await asyncio.wait_for(worker.run("c", lambda: order.append("c")), WITHIN)
     assert order[-2:] == ["b", "c"]
-
-
-async def test_host_that_fills_the_worker_leaves_room_for_others(worker: Worker) -> None:
-    go_on, most = threading.Event(), 4 << 20
-    held = [await asked(worker, "greedy", most, lambda: go_on.wait(WITHIN))]
-    while not held[-1].done():
-        held.append(await asked(worker, "greedy", most, lambda: None))
-    with pytest.raises(LimitReached) as caught:
-        await held.pop()
-    assert caught.value.retryable
-    assert len(held) * most <= MAX_WAITING_BYTES // 2
-    other = await asked(worker, "other", most, lambda: None)
-    go_on.set()
-    await asyncio.wait_for(asyncio.gather(other, *held), WITHIN)
 
 
 async def test_a_caller_that_leaves_does_not_start_a_second_thread(worker: Worker) -> None:
     """Otherwise a client that asks and leaves, again and again, would have as many threads as it likes."""
     go_on, began = threading.Event(), threading.Event()
-    leaves = await asked(worker, "a", 1, lambda: go_on.wait(WITHIN))
+    leaves = await asked(worker, "a", lambda: go_on.wait(WITHIN))
     leaves.cancel()
     await asyncio.wait([leaves])
-    stays = await asked(worker, "b", 1, began.set)
+    stays = await asked(worker, "b", began.set)
     assert not began.wait(0.1)
     go_on.set()
     await asyncio.wait_for(stays, WITHIN)
@@ -80,11 +65,11 @@ async def test_a_caller_that_leaves_does_not_start_a_second_thread(worker: Worke
 
 async def test_error_of_a_call_is_raised_and_the_next_call_runs(worker: Worker) -> None:
     with pytest.raises(ZeroDivisionError):
-        await worker.run("a", 1, lambda: 1 // 0)
-    assert await worker.run("a", 1, lambda: 1) == 1
+        await worker.run("a", lambda: 1 // 0)
+    assert await worker.run("a", lambda: 1) == 1
 
 
-async def test_no_thread_of_the_system_is_a_limit_for_that_call_only(
+async def test_thread_that_the_system_refuses_fails_that_call_only(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_: threading.Thread) -> None:
@@ -93,12 +78,12 @@ async def test_no_thread_of_the_system_is_a_limit_for_that_call_only(
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
         with pytest.raises(LimitReached) as caught:
-            await worker.run("a", 1, lambda: None)
+            await worker.run("a", lambda: None)
     assert caught.value.retryable
-    assert await worker.run("a", 1, lambda: 1) == 1
+    assert await worker.run("a", lambda: 1) == 1
 
 
 async def test_an_idle_worker_has_no_thread(worker: Worker) -> None:
-    running = await worker.run("a", 1, threading.current_thread)
+    running = await worker.run("a", threading.current_thread)
     running.join(WITHIN)
     assert not running.is_alive()

@@ -22,7 +22,7 @@ class Fate(enum.Enum):
     """What becomes of the request."""
 
     SERVED = "served"
-    READ_AGAIN = "read again from the same reference"
+    READ_AGAIN = "read again"
     RECOMPUTED = "recomputed"
 
 
@@ -37,7 +37,7 @@ class Term(enum.Enum):
         Times().final * (1 + LOCAL_RELEASE_SHARE) + LOCAL_RELEASE_MARGIN,
         TIMES.final * (1 + LOCAL_RELEASE_SHARE) + LOCAL_RELEASE_MARGIN,
     )
-    TIMEOUT = ("timeout of the read", READ_TIMEOUT, 1.5)
+    TIMEOUT = ("read's timeout", READ_TIMEOUT, 1.5)
     VERDICT = ("verdict", VERDICT_TIMEOUT, VERDICT_TIMEOUT)
     PATIENCE = ("patience with a home", HOME_PATIENCE, HOME_PATIENCE)
     TCP = ("UCX's TCP timeout", 0.0, 1.0)
@@ -187,8 +187,6 @@ class Scenario:
     def row(self) -> Row:
         """For the table."""
         what = f"{self.fault.value} to {self.target.value}"
-        if self.fault is Fault.STOPPED:
-            what += f", SIGCONT {self.until.value}"
-        elif self.target.restarts_alone:
-            what += f", started again at the same port {self.until.value}"
+        if self.until is not Until.END:
+            what += f", back {self.until.value}"
         return Row(what, self.moment.value, self.expected, self.note)

@@ -1,4 +1,4 @@
-"""The scenarios of the suite: every row of the table in docs/reliability.md, in its order."""
+"""The scenarios of the suite: every row of the table in tests/faults/RESULTS.md, in its order."""
 
 from __future__ import annotations
 
@@ -37,12 +37,14 @@ def _of_processes() -> Iterator[Scenario]:
     target = Target.SOURCE_RANK
     failed = Expected((TransferFailed,), (), (UNREAD,), (HOLD,), RECOMPUTED)
     stuck = Expected((TransferStuck,), (TIMEOUT,), (READ,), (), AGAIN)
-    yield Scenario(killed, target, before, END, failed, note="The rank is back with a new incarnation of its engine.")
+    yield Scenario(killed, target, before, END, failed)
     yield Scenario(killed, target, during, END, failed)
     yield Scenario(killed, target, after, END, SERVED_BEFORE)
-    note = "Over TCP. Where the transport is one-sided (CMA, RDMA) a stopped source is read all the same."
+    note = (
+        "Over TCP; by a one-sided transport (CMA, RDMA) a stopped source is read all the same. What was under way is "
+        "UNCERTAIN until the rank goes on, or for the fence time."
+    )
     yield Scenario(stopped, target, before, END, stuck, timeout=TIMEOUT, note=note)
-    note = "Its blocks are UNCERTAIN until the rank goes on, or for the fence time."
     yield Scenario(stopped, target, during, END, stuck, timeout=TIMEOUT, note=note)
     yield Scenario(stopped, target, after, END, SERVED_BEFORE)
 
@@ -52,19 +54,19 @@ def _of_processes() -> Iterator[Scenario]:
     yield Scenario(killed, target, before, END, lost, note=note)
     yield Scenario(killed, target, during, END, Expected((TransferFailed,), (), (), (), RECOMPUTED))
     yield Scenario(killed, target, after, END, Expected((), (), (), (), SERVED))
-    note = "For less than the time of a ping and the engine ttl (25 s). Stopped for longer, the engine counts as dead."
+    note = "For less than a ping and the engine ttl (25 s). Stopped for longer, the engine counts as dead."
     yield Scenario(stopped, target, before, END, stuck, timeout=TIMEOUT, note=note)
     yield Scenario(stopped, target, during, END, stuck, timeout=TIMEOUT, note=note)
     yield Scenario(stopped, target, after, END, SERVED_BEFORE)
 
     target = Target.READER
     elsewhere = Expected((), (), (READ,), (LEASE,), AGAIN)
-    note = "By another engine; its lease ends by time."
-    yield Scenario(killed, target, before, END, Expected((), (), (READ,), (), AGAIN), note="By another engine.")
+    note = "By another engine."
+    yield Scenario(killed, target, before, END, Expected((), (), (READ,), (), AGAIN), note=note)
     yield Scenario(killed, target, during, END, elsewhere, note=note)
     yield Scenario(killed, target, after, END, SERVED_BEFORE)
     yield Scenario(stopped, target, before, RELEASE, Expected(GONE, (), (UNREAD,), (HOLD,), RECOMPUTED))
-    note = "The source has overwritten the blocks before the reader goes on."
+    note = "The source has overwritten the blocks before it goes on."
     expired = Expected((TransferExpired,), (), (UNREAD,), (LEASE, HOLD), RECOMPUTED)
     yield Scenario(stopped, target, during, RELEASE, expired, note=note)
     yield Scenario(stopped, target, after, RELEASE, SERVED_BEFORE)
@@ -72,7 +74,7 @@ def _of_processes() -> Iterator[Scenario]:
     target = Target.HOME
     waited = Expected((Good(),), (RESTART,), (READ,), (LEASE,), SERVED)
     trusted = Expected((Good(False),), (VERDICT,), (READ, UNREAD), (RESTART, LEASE, HOLD), SERVED)
-    note = "The reader's own deadline decides. The new home knows of no read unless the reader still reaches it."
+    note = "The reader's own deadline decides; the new home knows of the read only if the reader reaches it."
     yield Scenario(killed, target, before, AT_ONCE, waited)
     yield Scenario(killed, target, during, END, trusted, note=note)
     late = Expected((), (), (READ, UNREAD), (RESTART, LEASE, HOLD), SERVED)
@@ -111,7 +113,7 @@ def _of_machines() -> Iterator[Scenario]:
 
     target = Target.READER_MACHINE
     yield Scenario(stopped, target, before, RELEASE, Expected(GONE, (), (UNREAD,), (HOLD,), RECOMPUTED))
-    note = "The source has overwritten the blocks before the machine goes on."
+    note = "The source has overwritten the blocks before it goes on."
     expired = Expected((TransferExpired,), (), (UNREAD,), (LEASE, HOLD), RECOMPUTED)
     yield Scenario(stopped, target, during, RELEASE, expired, note=note)
 
@@ -135,7 +137,7 @@ def _without_a_lease() -> Iterator[Scenario]:
     note = "By another engine; the home knew of no read."
     yield Scenario(killed, target, during, END, Expected((), (), (READ,), (), AGAIN), note=note)
     refused = Expected((*GONE, TransferExpired), (), (UNREAD,), (HOLD,), RECOMPUTED)
-    note = "The source has overwritten the blocks before the reader goes on."
+    note = "The source has overwritten the blocks before it goes on."
     yield Scenario(stopped, target, during, RELEASE, refused, note=note)
 
     target = Target.HOME
@@ -163,14 +165,12 @@ STOPPED_FOR_GOOD = Row(
     "SIGSTOP to a source rank, for good",
     "during the read",
     Expected((TransferStuck,), (TIMEOUT,), (UNREAD,), (HOLD,), RECOMPUTED),
-    "Its blocks are quiet after the fence time, by the end of the agent that read them, and the source rank may abort "
-    "when it goes on. Measured on the reader only.",
+    "Its blocks are quiet after the fence time; the source may abort when it goes on. Measured on the reader only.",
 )
 OVERWRITTEN = Row(
-    "SIGSTOP to the destination rank until the source has overwritten the blocks, by every transport",
+    "SIGSTOP to the destination rank until its blocks are overwritten, by every transport",
     "during the read",
     Expected((TransferExpired,), (), (UNREAD,), (LEASE, HOLD), RECOMPUTED),
-    "Never mixed bytes as good ones.",
 )
 NOBODY_CAME = Row("The reader never comes", "before the read", Expected(GONE, (), (UNREAD,), (HOLD,), RECOMPUTED))
 HOME_GONE = Row(
@@ -179,9 +179,9 @@ HOME_GONE = Row(
     Expected((Unreachable,), (TIMEOUT,), (ReleaseOutcome.FINAL,), (FINAL,), RECOMPUTED),
     "Released by the source itself.",
 )
-DUPLICATES = Row("Every message twice", "always", UNNOTICED, "Released once, told once.")
+DUPLICATES = Row("Every message twice", "always", UNNOTICED)
 STRANGER = Row(
-    "A stranger's request to the source's node server whose path is not UTF-8, 100 times",
+    "100 requests of a stranger to the source's node server whose path is not UTF-8",
     "during the read",
     UNNOTICED,
     "It ends grpcio's own asyncio server.",
@@ -193,7 +193,7 @@ HEALED_WHILE_IT_WAITS = Row(
     Expected((Good(),), (HEAL,), (READ,), (), SERVED),
 )
 CUT_TOO_LONG_TO_ASK = Row(
-    "Network cut, healed after the read's end",
+    "Network cut",
     "before the read",
     Expected((Unreachable,), (TIMEOUT,), (READ,), (), AGAIN),
 )
@@ -204,19 +204,19 @@ CUT_TOO_LONG = Row(
     "Network cut, healed after the release",
     "during the read",
     Expected((TransferExpired,), (LEASE,), (UNREAD,), (LEASE, HOLD), RECOMPUTED),
-    "Its blocks are UNCERTAIN until the network is back, or for the fence time: what was under way still arrives.",
+    "What was under way is UNCERTAIN until the network is back, or for the fence time: it still arrives.",
 )
 CUT_VERDICT = Row(
-    "Network cut, healed later",
+    "Network cut",
     "between the bytes and the home's verdict",
     Expected((Good(False),), (VERDICT,), (READ, UNREAD), (LEASE, HOLD), SERVED),
 )
-CUT_IDLE = Row("Network cut, healed later", "after the read", SERVED_BEFORE)
+CUT_IDLE = Row("Network cut", "after the read", SERVED_BEFORE)
 CUT_WITH_TCP_TIMEOUT = Row(
     "Network cut, with `tcp_user_timeout` set at the destination",
     "during the read",
     Expected((TransferFailed,), (TCP,), (UNREAD,), (LEASE, HOLD), RECOMPUTED),
-    "The source rank itself can die when the network is back, so it is off by default. Measured on the reader only.",
+    "The source rank can die when the network is back, so it is off by default. Measured on the reader only.",
 )
 
 ROWS = (

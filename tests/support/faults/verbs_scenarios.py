@@ -1,4 +1,4 @@
-"""The scenarios over RDMA verbs: every row of the second table in docs/reliability.md, in its order, and others.
+"""The scenarios over RDMA verbs: every row of the second table in tests/faults/RESULTS.md, in its order, and others.
 
 Verbs read one-sidedly: the source's processes take no part, and a reader's NIXL is told of a dead source late, or never
 (docs/nixl.md, Faults over verbs). What the home knows ends such a read.

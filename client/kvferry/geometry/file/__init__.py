@@ -22,8 +22,6 @@ from kvferry.geometry.model import EngineGeometry, RankGeometry
 
 __all__ = ["load", "parse", "rank_bytes", "rebase"]
 
-MAX_FILE_BYTES = 16 << 20
-
 
 def load(path: str | PathLike[str]) -> EngineGeometry:
     """The engine that a geometry file describes.
@@ -43,12 +41,9 @@ def load(path: str | PathLike[str]) -> EngineGeometry:
 
 def _load(path: str | PathLike[str]) -> EngineGeometry:
     try:
-        with Path(path).open("rb") as file:
-            text = file.read(MAX_FILE_BYTES + 1)
+        text = Path(path).read_bytes()
     except OSError as error:
         raise InvalidField("geometry file", str(path), f"a readable file ({error.strerror})") from None
-    if len(text) > MAX_FILE_BYTES:
-        raise InvalidField("geometry file", str(path), f"at most {MAX_FILE_BYTES} bytes")
     try:
         value = json.loads(text, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:

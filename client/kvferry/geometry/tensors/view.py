@@ -141,7 +141,7 @@ def _known(tensor: object) -> Any:
     ):
         if not isinstance(tensor, type) and all(hasattr(tensor, name) for name in names):
             return tensor
-    return shared(tensor)
+    return _adopted(tensor)
 
 
 def _view_of_torch(tensor: Any) -> TensorView:
@@ -254,69 +254,42 @@ def regions_of(tensors: Iterable[Tensor]) -> tuple[MemoryRegion, ...]:
     return tuple(MemoryRegion(kind, device, first, last - first) for kind, device, first, last in merged)
 
 
-DEVICES = {1: MemoryKind.DRAM, 2: MemoryKind.VRAM, 3: MemoryKind.DRAM, 10: MemoryKind.VRAM}
-"""DLDeviceType of DLPack: the host's memory, CUDA's, the host's pinned memory, ROCm's."""
-
-
-def shared(tensor: object) -> Any:
+def _adopted(tensor: object) -> Any:
     """A torch tensor or numpy array over the memory of another library's tensor, which has ``__array_interface__``,
     ``__dlpack__``, or a buffer. Nothing is copied. Raises `BadGeometry` if the tensor does not share its memory."""
+    problem = "gives copies of its memory instead of sharing it"
     try:
-        found = _shared(tensor)
-        # Both results are alive: a library that hands out copies, as DLPack lets it, cannot give the same memory twice.
-        is_same = _address(found) == _address(_shared(tensor))
-    except BadGeometry:
-        raise
+        # Both are alive: a library that hands out copies, as DLPack lets it, cannot give the same memory twice.
+        found, again = _over(tensor), _over(tensor)
+        if _address(found) == _address(again):
+            return found
     except Exception as error:
         # The other library's code may raise anything.
-        raise _unusable(tensor, f"does not share its memory: {type(error).__name__}: {error}") from None
-    if not is_same:
-        raise _unusable(tensor, "gives copies of its memory instead of sharing it")
-    return found
+        problem = f"does not share its memory: {type(error).__name__}: {error}"
+    raise BadGeometry("tensor", f"{type(tensor).__name__} {problem}; describe its memory with a TensorView")
 
 
-def _shared(tensor: Any) -> Any:
+def _over(tensor: Any) -> Any:
     import numpy as np
 
-    if isinstance(tensor, type):
-        raise _unusable(tensor, "is a class, and no tensor")
-    if hasattr(tensor, "__array_interface__"):
+    if hasattr(tensor, "__array_interface__") and not isinstance(tensor, type):
         return np.asarray(tensor)
-    if hasattr(tensor, "__dlpack__") and hasattr(tensor, "__dlpack_device__"):
-        return _from_dlpack(tensor)
+    if not hasattr(tensor, "__dlpack__"):
+        return np.asarray(memoryview(tensor))
     try:
-        buffer = memoryview(tensor)
-    except TypeError:
-        problem = "is neither a torch tensor nor a numpy array, and has no __array_interface__, __dlpack__ or buffer"
-        raise _unusable(tensor, problem) from None
-    return np.asarray(buffer)
-
-
-def _from_dlpack(tensor: Any) -> Any:
-    import numpy as np
-
-    device, torch = int(tensor.__dlpack_device__()[0]), sys.modules.get("torch")
-    kind, problem = DEVICES.get(device), ""
-    if kind is None:
-        raise _unusable(tensor, f"lies on a device of DLPack's type {device}, which kvferry does not know")
-    if kind is MemoryKind.DRAM:
         # numpy before torch, which ignores that memory is read-only.
-        try:
-            return np.from_dlpack(tensor, copy=False)
-        except (RuntimeError, TypeError) as error:
-            # Types that numpy lacks, such as bfloat16; or `copy`, before 2.1, when numpy did not write to such memory.
-            problem = f" (numpy {np.__version__}: {error})"
-    if torch is None:
-        raise _unusable(tensor, f"needs torch, which must be imported first, to find its memory{problem}")
-    return torch.from_dlpack(tensor.__dlpack__())
+        return np.from_dlpack(tensor, copy=False)
+    except (RuntimeError, TypeError, BufferError):
+        # Devices, and types that numpy lacks, such as bfloat16; or `copy`, before 2.1, when numpy did not write to such
+        # memory.
+        torch = sys.modules.get("torch")
+        if torch is None:
+            raise
+        return torch.from_dlpack(tensor.__dlpack__())
 
 
 def _address(tensor: Any) -> int:
     return int(tensor.data_ptr() if hasattr(tensor, "data_ptr") else tensor.ctypes.data)
-
-
-def _unusable(tensor: object, problem: str) -> BadGeometry:
-    return BadGeometry("tensor", f"{type(tensor).__name__} {problem}; describe its memory with a TensorView")
 
 
 class Axes:

@@ -43,32 +43,20 @@ def keeps_pages(tree: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RadixLookup:
-    """A prompt that every rank looks up.
+    """A prompt that every rank looks up."""
 
-    Attributes:
-        number: of the lookup.
-        tokens: token ids, as SGLang keeps them.
-        namespace: SGLang's ``extra_key`` of the requests that share such a cache; None: without one.
-        first_token: what lies before it is not asked for.
-    """
-
-    number: int
-    tokens: array[int]
-    namespace: str | None
-    first_token: int
+    number: int  # of the lookup
+    tokens: array[int]  # as SGLang keeps them
+    namespace: str | None  # SGLang's ``extra_key`` of the requests that share such a cache; None: without one
+    first_token: int  # what lies before it is not asked for
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What the cache has of a prompt from its first token on, in whole pages, and SGLang's lock on it.
+    """What the cache has of a prompt from its first token on, in whole pages, and SGLang's lock on it."""
 
-    Attributes:
-        slots: of each token, in the pool of full attention, on SGLang's device.
-        pages: of all tokens, in the pool of full attention.
-    """
-
-    slots: Any
-    pages: npt.NDArray[np.int64]
+    slots: Any  # of each token, in the pool of full attention, on SGLang's device
+    pages: npt.NDArray[np.int64]  # of all tokens, in the pool of full attention
     lock: Any
 
 

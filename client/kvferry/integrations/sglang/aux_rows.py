@@ -51,10 +51,10 @@ class AuxRows:
             parts += [_ROW.pack(size, len(used)), used]
         return b"".join(parts)
 
-    def write(self, row: int, payload: bytes, room: int) -> int | None:
+    def write(self, row: int, payload: bytes, room: int) -> int:
         """Write a source's payload, or the first token of another make of engine, into a row of a request with this
-        room; return the number of tokens of the source's prompt, or None if the source did not state it. SGLang
-        compares rooms, too, but waits for ever if the payload's is 0.
+        room; return the number of tokens of the source's prompt. SGLang compares rooms, too, but waits for ever if the
+        payload's is 0.
 
         Raises `BadPayload`: the buffers or the rooms differ, or the payload has another form. Nothing was written.
         """

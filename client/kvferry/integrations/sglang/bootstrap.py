@@ -9,18 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import socket
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from kvferry import parse_address, router_reference
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 PATH = "/kvferry"
 ASK_TIMEOUT = 5.0
-"""Seconds for one question, after as many for its connection."""
+"""Seconds without a byte until a question has failed."""
 AGAIN = 0.5
 """Seconds until a failed question is repeated."""
 REFERENCE = "kvf1."
@@ -39,11 +39,10 @@ REFERENCE = "kvf1."
 MAX_BODY = 4096
 MAX_RID = 128
 """Characters of SGLang's request id that are shown."""
-MAX_DIGITS = 10
-MAX_CONNECTIONS = 64
-"""Connections to a bootstrap server, each of which has a thread; a further connection ends the oldest."""
+QUEUE = 64
+"""Connections that may wait to be accepted: all decode instances ask at once after a restart."""
 MAX_KNOWN = 4096
-"""Prefill instances that are remembered, and open questions: requests may name any number of addresses."""
+"""Prefill instances that are remembered: requests may name any number of addresses."""
 ASKING = 16
 """Questions at once: some addresses may never answer."""
 
@@ -81,22 +80,11 @@ def request_name(room: int, rid: str) -> str:
     return f"{room_name(room)} {ascii(rid)[1:-1][:MAX_RID]}"
 
 
-class Given(NamedTuple):
-    """The content of a request's ``bootstrap_host`` if another make of engine prefills it: the reference of the
-    publication, and the token that prefill has sampled; None: the publication's payload has the token."""
-
-    reference: str
-    first_token: int | None
-
-
-def given_reference(bootstrap_addr: str) -> Given | None:
-    """Parse an address that is a reference, or a reference, ``+`` and the first token; None: the address names a
-    host."""
+def given_reference(bootstrap_addr: str) -> str:
+    """Return the reference that a request has in place of ``bootstrap_host`` if another make of engine prefills it;
+    empty: the address names a host."""
     host = bootstrap_addr.rpartition(":")[0]
-    if not host.startswith(REFERENCE):
-        return None
-    reference, _, token = host.partition("+")
-    return Given(reference, int(token) if token.isdecimal() and len(token) <= MAX_DIGITS else None)
+    return host if host.startswith(REFERENCE) else ""
 
 
 class KvferryBootstrapServer(ThreadingHTTPServer):
@@ -110,14 +98,11 @@ class KvferryBootstrapServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
-    # All decode instances ask at once after a restart.
-    request_queue_size = MAX_CONNECTIONS
+    request_queue_size = QUEUE
     source: Source | None = None
 
     def __init__(self, host: str, port: int) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._connections: OrderedDict[Any, None] = OrderedDict()
-        """The oldest first. Without a lock: the thread of each connection removes it, and each method is atomic."""
         super().__init__((host, port), _Handler)
         threading.Thread(target=self.serve_forever, name="kvferry-bootstrap", daemon=True).start()
 
@@ -128,19 +113,6 @@ class KvferryBootstrapServer(ThreadingHTTPServer):
     def close(self) -> None:
         self.shutdown()
         self.server_close()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer on a thread of its own; too many connections end the oldest, so that slow peers cannot block
-        others."""
-        self._connections[request] = None
-        if len(self._connections) > MAX_CONNECTIONS:
-            oldest, _ = self._connections.popitem(last=False)
-            _cut(oldest)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        self._connections.pop(request, None)
-        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log with kvferry's logger, for debugging only: a peer that goes away is no problem of SGLang."""
@@ -166,9 +138,10 @@ class _Handler(BaseHTTPRequestHandler):
         here = self.connection.getsockname()[0]
         peer = self.client_address[0]
         length = self.headers.get("Content-Length", "")
+        wanted = int(length) if re.fullmatch("[0-9]{1,4}", length) else MAX_BODY + 1
         if self.path != PATH or not (peer == here or ip_address(peer.partition("%")[0]).is_loopback):
             self._answer(403, {"error": "only this host's rank 0 may register"})
-        elif not _is_length(length) or (found := _source(self.rfile.read(int(length)))) is None:
+        elif wanted > MAX_BODY or (found := _source(self.rfile.read(wanted))) is None:
             self._answer(400, {"error": "engine_id and home, as JSON strings"})
         else:
             self.server.source = found
@@ -185,10 +158,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
-
-
-def _is_length(text: str) -> bool:
-    return text.isdecimal() and len(text) <= MAX_DIGITS and int(text) <= MAX_BODY
 
 
 def _source(body: bytes) -> Source | None:
@@ -239,10 +208,6 @@ class Sources:
             return known, ""
         asked, since = self._asked.get(address, (None, 0.0))
         if asked is None:
-            if len(self._asked) >= MAX_KNOWN:
-                self._asked = {name: each for name, each in self._asked.items() if not each[0].done()}
-            if len(self._asked) >= MAX_KNOWN:
-                return None, f"{MAX_KNOWN} others are being asked"
             self._asked[address] = (self._threads.submit(_ask, address), time.monotonic())
             return None, ""
         if not asked.done():
@@ -271,24 +236,10 @@ def _ask(address: str) -> Source:
 
 def _exchange(address: str, method: str, body: bytes | None = None) -> bytes:
     """Call a bootstrap server, without the environment's proxies: the server is in the cluster."""
-    connection = HTTPConnection(address, timeout=ASK_TIMEOUT)
-    connection.connect()
-    # The connection's own timeout begins again with each byte.
-    ends = threading.Timer(ASK_TIMEOUT, _cut, (connection.sock,))
-    ends.daemon = True
-    ends.start()
-    try:
+    with closing(HTTPConnection(address, timeout=ASK_TIMEOUT)) as connection:
         connection.request(method, PATH, body)
         answer = connection.getresponse()
         received = answer.read(MAX_BODY)
-    finally:
-        ends.cancel()
-        connection.close()
     if answer.status != 200:
         raise ConnectionError(f"HTTP {answer.status} {answer.reason}")
     return received
-
-
-def _cut(connection: socket.socket) -> None:
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)

@@ -34,9 +34,6 @@ IS_IDLE = "sglang.srt.managers.scheduler.Scheduler.is_fully_idle"
 UNLOADS = "sglang.srt.managers.scheduler.Scheduler.unload_lora_adapter"
 """SGLang's methods that are hooked."""
 
-READ = "tree_cache", "token_to_kv_pool_allocator", "result_queue", "chunked_req", "_engine_paused"
-"""What is read of SGLang's scheduler beside its queue of prefill."""
-
 _WORD = 2**32
 
 _queues_that_hold: list[str] = []

@@ -31,46 +31,29 @@ MOST_TIME = 30.0
 
 @dataclass(frozen=True, slots=True)
 class LoadStep:
-    """What every rank does next for loads, by the decision of rank 0; see `AnswerStep`.
+    """What every rank does next for loads, by the decision of rank 0; see `AnswerStep`. Loads have numbers."""
 
-    Attributes:
-        rooms: numbers of loads that need pages, each with the end of its tokens.
-        grants: for each rank's worker.
-        cancels: read_ids of shares to cancel.
-        failed: numbers of loads whose requests wait no longer, while their pages may still be written to (R4).
-        ends: numbers of loads that have ended, and whether their bytes count.
-        reports: rank 0 needs the reports of all workers.
-    """
-
-    rooms: tuple[tuple[int, int], ...] = ()
-    grants: tuple[Grant, ...] = ()
-    cancels: tuple[str, ...] = ()
-    failed: tuple[int, ...] = ()
-    ends: tuple[tuple[int, bool], ...] = ()
-    reports: bool = False
+    rooms: tuple[tuple[int, int], ...] = ()  # loads that need pages, each with the end of its tokens
+    grants: tuple[Grant, ...] = ()  # for each rank's worker
+    cancels: tuple[str, ...] = ()  # read_ids of shares to cancel
+    failed: tuple[int, ...] = ()  # their requests wait no longer, while their pages may still be written to (R4)
+    ends: tuple[tuple[int, bool], ...] = ()  # loads that have ended, and whether their bytes count
+    reports: bool = False  # rank 0 needs the reports of all workers
 
 
 @dataclass(slots=True)
 class _Load:
-    """A prefix that is wanted, on each rank.
+    """A prefix that is wanted, on each rank."""
 
-    Attributes:
-        tokens: the whole prompt, as SGLang keeps it.
-        first, last: the tokens from `first` on are not cached here; those from `last` on are computed in any case.
-        own: the slots of what is cached here, which `lock` keeps.
-        slots: of the tokens behind, once there is room; up to `end`.
-        waits: whether the request waits for it.
-    """
-
-    tokens: array[int]
+    tokens: array[int]  # of the whole prompt, as SGLang keeps it
     namespace: str | None
-    first: int
-    last: int
-    own: Any
+    first: int  # tokens from here on are not cached here
+    last: int  # tokens from here on are computed in any case
+    own: Any  # the slots of what is cached here, which `lock` keeps
     lock: Any
-    slots: Any = None
+    slots: Any = None  # of the tokens behind, once there is room; up to `end`
     end: int = 0
-    waits: bool = True
+    waits: bool = True  # whether the request waits for it
 
 
 class RadixLoads:

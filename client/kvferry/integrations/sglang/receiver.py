@@ -10,7 +10,6 @@ from sglang.srt.disaggregation.base.conn import BaseKVReceiver, KVPoll
 
 from kvferry import Prompt, Read, ReadState
 from kvferry.errors import KvferryError, PromptMismatch
-from kvferry.integrations.first_token import first_token, first_token_payload
 from kvferry.integrations.sglang.aux_rows import BadPayload
 from kvferry.integrations.sglang.bootstrap import given_reference, request_name, room_reference
 from kvferry.integrations.sglang.manager import REPEATED, KvferryManager, Pages, RequestFailed
@@ -39,8 +38,8 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         self.bootstrap_room = bootstrap_room or 0
         self.abort_notified = False
         self._address = bootstrap_addr
-        self._given = given_reference(bootstrap_addr)
-        self._reference = self._given.reference if self._given is not None else ""
+        self._reference = given_reference(bootstrap_addr)
+        self._given = bool(self._reference)
         self._since = time.monotonic()
         self._asked = False
         self._row = -1
@@ -137,7 +136,7 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         A reference that the request carried may have another reader after a failed read. A repetition must not decline
         the first request's publication, nor may a request decline that of another prompt, whose reader may still come.
         """
-        tried = aborted or self._given is None or self._read is None
+        tried = aborted or not self._given or self._read is None
         if self._reference and tried and self._failure != REPEATED and not self._may_be_anothers():
             self.kv_mgr.decline(self._reference, self._prompt)
         if self._read is not None:
@@ -183,17 +182,11 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
     def _take(self, read: Read) -> Any:
         """Hand over the payload that came beside the KV cache."""
         result = read.result(0)
-        payload = result.payload
-        if self._given is not None and self._given.first_token is not None:
-            published = first_token(payload)
-            payload = first_token_payload(self._given.first_token, published.prompt_tokens if published else None)
         try:
-            tokens = self.kv_mgr.aux.write(self._row, payload, self.bootstrap_room)
+            tokens = self.kv_mgr.aux.write(self._row, result.payload, self.bootstrap_room)
         except BadPayload as error:
             return self.fail(error)
-        if tokens is None and self.kv_mgr.pools.window:
-            return self.fail("prefill has not said how many tokens its prompt has, which a window's pages do not show")
-        if tokens is not None and tokens != self._prompt_tokens:
+        if tokens != self._prompt_tokens:
             return self.fail(f"prefill has computed a prompt of {tokens} tokens, and decode has {self._prompt_tokens}")
         self._good = True
         self.kv_mgr.counts.add("reads.outcomes", "done")
@@ -204,7 +197,7 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
     def _tokens(self) -> tuple[int, int] | None:
         """Return the tokens to read while prefill still computes; None: all, when the publication is complete. SGLang's
         prefill publishes all at once, and every prefill publishes windows at the end."""
-        if self._given is None or self._prompt_tokens is None or self.kv_mgr.pools.window:
+        if not self._given or self._prompt_tokens is None or self.kv_mgr.pools.window:
             return None
         if self._first >= self._prompt_tokens:
             return None

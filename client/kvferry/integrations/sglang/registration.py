@@ -18,7 +18,6 @@ from kvferry.integrations.sglang.hooks import (
     MAKES_HANDLERS,
     MAKES_RECEIVERS,
     MAKES_SENDERS,
-    READ,
     SENDS_TO_RANKS,
     UNLOADS,
     Waker,
@@ -109,9 +108,7 @@ def exchange_prefixes(_: None, scheduler: Any, *__: Any, **___: Any) -> None:
     queue = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
     if queue is None or queue.transfer_backend.value != BACKEND:
         return
-    if not all(map(is_hooked, (SENDS_TO_RANKS, IS_IDLE, UNLOADS))) or not all(
-        hasattr(scheduler, name) for name in READ
-    ):
+    if not all(map(is_hooked, (SENDS_TO_RANKS, IS_IDLE, UNLOADS))):
         return
     from sglang.utils import TypeBasedDispatcher
 

@@ -7,7 +7,7 @@
 Use ``kv_consumer`` for decode instances. A node server, ``kvferryd``, must run at each address. The router passes
 ``kv_transfer_params`` on; they contain one reference. `docs/vllm.md` has all settings.
 
-Tested on CPU with vLLM 0.32.0, and in parts with 0.31.0 and 0.30.0: `docs/vllm.md` says what was run.
+Tested on CPU with vLLM 0.32.0, and in parts with 0.31.0: `docs/vllm.md` says what was run.
 
 The connector is loaded on first use: vLLM imports this package in each of its processes, to register the connector's
 name, even without this connector.

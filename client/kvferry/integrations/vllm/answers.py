@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
-from kvferry import MissReason, Publication, Question, Release
+from kvferry import MissReason, Question
 from kvferry.engine import SchedulerPort
-from kvferry.errors import KvferryError
-from kvferry.integrations.vllm.cached import Hit, Lookup, PrefixCache
-from kvferry.integrations.vllm.holds import BlockHolds, ids_of
+from kvferry.integrations.vllm.cached import Lookup, PrefixCache
+from kvferry.integrations.vllm.sending import Sending
 from kvferry.integrations.vllm.setup import Setup
-from kvferry.integrations.vllm.values import Summed
-
-logger = logging.getLogger(__name__)
 
 MOST_HASHED = 8192
 """Tokens after which a step leaves further questions to the next one."""
@@ -36,49 +26,16 @@ class _Asked:
     lookup: Lookup | None = None
 
 
-@dataclass(slots=True, eq=False)
-class _Answer:
-    """Blocks that are held for a question, and published when every rank has ended `step`. `ids` are of all groups."""
-
-    question: Question
-    hit: Hit
-    ids: npt.NDArray[np.int64]
-    step: int
-    publication: Publication | None = None
-
-
 class Answers:
-    """Answers questions from vLLM's prefix cache, a bounded number in each step.
+    """Answers questions from vLLM's prefix cache, a bounded number in each step. `sending` publishes what is found."""
 
-    The blocks of an answer are held as a request would hold them, until the release of the publication. vLLM takes
-    blocks for its prefix cache when it schedules the step that computes them, so an answer is published when that step
-    has ended on every rank.
-
-    `sums` gets the published blocks that integrity mode sums; `count` adds to a count by its name, see `KvferryStats`.
-    """
-
-    def __init__(
-        self,
-        setup: Setup,
-        port: SchedulerPort,
-        cache: PrefixCache,
-        sums: list[Summed],
-        count: Callable[[str], None],
-    ) -> None:
-        self._setup = setup
+    def __init__(self, setup: Setup, port: SchedulerPort, cache: PrefixCache, sending: Sending) -> None:
         self._port = port
         self._cache = cache
-        self._sums = sums
-        self._count = count
-        self._holds = BlockHolds(cache.pool)
+        self._sending = sending
         share = setup.settings.prefix_share if setup.serves and setup.caches_prefixes else 0
         self._most = int(cache.pool.num_gpu_blocks * share)
-        self._step = 0
-        self._ended = 0
         self._open: deque[_Asked] = deque()
-        self._found: deque[_Answer] = deque()
-        self._published: dict[int, _Answer] = {}
-        """By the numbers of their publications."""
 
     @property
     def possible(self) -> bool:
@@ -87,21 +44,12 @@ class Answers:
 
     @property
     def waiting(self) -> bool:
-        """Whether vLLM must run steps for answers."""
-        return bool(self._open or self._found)
-
-    @property
-    def holding(self) -> bool:
-        return bool(self._published)
-
-    def begin(self, step: int, *, refuses: bool = False) -> bool:
-        """Begin a step, after vLLM has scheduled it: see `work`."""
-        self._step = step
-        return self.work(refuses=refuses)
+        """Whether vLLM must run steps for questions."""
+        return bool(self._open)
 
     def work(self, *, refuses: bool = False) -> bool:
-        """Look up what the new questions ask for, a bounded part of it; return whether there was a question.
-        `refuses`: the engine is paused, so that nothing more is held."""
+        """Look up what the new questions ask for, a bounded part of it; return whether there was a question. Called
+        after vLLM has scheduled a step. `refuses`: the engine is paused, so that nothing more is held."""
         questions = self._port.questions()
         if questions:
             # Ended ones must not wait for their turn: each may have 1 MiB.
@@ -120,58 +68,6 @@ class Answers:
             self._open.popleft()
         return bool(questions)
 
-    def computed(self, ended: int) -> None:
-        """Publish the answers whose step has ended on every rank; `ended` is the last such step."""
-        self._ended = ended
-        while self._found and self._found[0].step <= ended:
-            answer = self._found.popleft()
-            if not answer.question.open:
-                self._holds.drop(answer.ids)
-                continue
-            try:
-                publication = self._port.publish(
-                    f"prefix-{answer.question.number}",
-                    answer.hit.blocks,
-                    checksums=self._setup.sums,
-                    reference=answer.question.reference,
-                    prompt=answer.question.prompt,
-                )
-            except KvferryError as error:
-                self._holds.drop(answer.ids)
-                logger.info("question %d could not be answered: %s", answer.question.number, error)
-                continue
-            answer.publication = publication
-            self._published[publication.number] = answer
-            self._count("prefixes_published")
-            if self._setup.sums:
-                self._sums.append(Summed(publication.number, answer.hit.blocks))
-
-    def lost(self, blocks: Iterable[int]) -> None:
-        """Withdraw answers that were computed from blocks into which another connector could not load."""
-        bad = set(blocks)
-        for answer in [answer for answer in self._found if bad & answer.hit.computed_from]:
-            self._found.remove(answer)
-            self._holds.drop(answer.ids)
-            self._port.miss(answer.question, MissReason.NOT_CACHED)
-        for answer in self._published.values():
-            if answer.publication is not None and bad & answer.hit.computed_from:
-                # If the session has ended, so has the publication.
-                with suppress(KvferryError):
-                    self._port.abort(answer.publication)
-
-    def released(self, releases: Iterable[Release]) -> list[Release]:
-        """Free the blocks of released answers; return the releases of other publications."""
-        others = []
-        for release in releases:
-            answer = self._published.pop(release.publication, None)
-            if answer is None:
-                others.append(release)
-            else:
-                self._holds.drop(answer.ids)
-        return others
-
-    # Internal.
-
     def _look_up(self, asked: _Asked) -> int:
         """Look up the next chunk of a prompt, and answer if it is the last; return for how many tokens it counts."""
         cache, question = self._cache, asked.question
@@ -182,17 +78,9 @@ class Answers:
             return LEAST_COST
         hashed = cache.hash(asked.lookup)
         if asked.lookup.known:
-            self._answer(question, cache.find(asked.lookup, question.first_token))
+            hit = cache.find(asked.lookup, question.first_token)
+            if hit is None:
+                self._port.miss(question, MissReason.NOT_CACHED)
+            elif not self._sending.answer(question, hit, self._most):
+                self._port.miss(question, MissReason.BUSY)
         return max(LEAST_COST, hashed)
-
-    def _answer(self, question: Question, hit: Hit | None) -> None:
-        if hit is None:
-            self._port.miss(question, MissReason.NOT_CACHED)
-            return
-        ids = np.array(ids_of(hit.blocks), np.int64)
-        if self._holds.with_more(ids) > self._most:
-            self._port.miss(question, MissReason.BUSY)
-            return
-        self._holds.add(ids)
-        self._found.append(_Answer(question, hit, ids, self._step))
-        self.computed(self._ended)

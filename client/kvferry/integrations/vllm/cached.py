@@ -26,21 +26,16 @@ most questions are about prompts that are not, and hashes take longer than anyth
 @dataclass(slots=True)
 class Lookup:
     """A prompt of another engine, with what vLLM's block hasher reads of a ``Request`` (``get_request_block_hasher``
-    in vllm/v1/core/kv_cache_utils.py; 0.32.0).
-
-    Attributes:
-        num_tokens: the first so many tokens are hashed.
-        known: all tokens are hashed that may be cached.
-    """
+    in vllm/v1/core/kv_cache_utils.py; 0.32.0)."""
 
     all_token_ids: array[int]
     mm_features: list[Any]
     lora_request: Any
-    num_tokens: int = 0
+    num_tokens: int = 0  # the first so many tokens are hashed
     block_hashes: list[Any] = field(default_factory=list)
     cache_salt: None = None
     prompt_embeds: None = None
-    known: bool = False
+    known: bool = False  # all tokens are hashed that may be cached
 
 
 class Hit(NamedTuple):

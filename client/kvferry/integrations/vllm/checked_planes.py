@@ -30,7 +30,7 @@ from kvferry.geometry.plane import Plane
 from kvferry.geometry.tensors import view_of
 from kvferry.integrations.vllm.groups import BlockTable, layer_spec, transferred
 from kvferry.integrations.vllm.layouts.backends import family_of, layer_planes
-from kvferry.integrations.vllm.layouts.layer import Layer, backend_of
+from kvferry.integrations.vllm.layouts.orders import Layer, backend_of
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.shards import RankPlace, holding
 from kvferry.testing.layout import CheckedLayout, Tokens, WriteTokens, check_layout
@@ -43,20 +43,13 @@ _INDEXER_GROUP = 128
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """The check of the layers of one kind.
+    """The check of the layers of one kind."""
 
-    Attributes:
-        backend: the backend, or the class of the layers.
-        layers: names of the layers, alike in backend, spec, strides and planes. The first of them was written to.
-        layout: the compared components and blocks.
-        unwritten: why nothing was written, so that only strides, sizes and bounds were compared with the spec; else
-            empty.
-    """
-
-    backend: str
-    layers: tuple[str, ...]
-    layout: CheckedLayout
+    backend: str  # or the class of the layers
+    layers: tuple[str, ...]  # alike in backend, spec, strides and planes; the first of them was written to
+    layout: CheckedLayout  # the compared components and blocks
     unwritten: str = ""
+    """Why nothing was written, so that only strides, sizes and bounds were compared with the spec; else empty."""
 
     def __str__(self) -> str:
         listed = ("values", self.layout.values), ("footprint", self.layout.footprint)
@@ -64,18 +57,6 @@ class Checked:
         if not how:
             return f"{len(self.layers)} of {self.backend} by strides only ({self.unwritten})"
         return f"{len(self.layers)} of {self.backend} by {how} in blocks {', '.join(map(str, self.layout.blocks))}"
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The result of a self-check, by kind of layers, with its duration in seconds. The first and the last layer are
-    always written to."""
-
-    kinds: tuple[Checked, ...]
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"self-check: layers {'; '.join(map(str, self.kinds))}; {self.seconds:.3f} s"
 
 
 def checked_planes(
@@ -86,8 +67,15 @@ def checked_planes(
         logger.warning("kvferry was not run on %s yet: please report what you see", current_platform.device_name)
     layers = layers_of(vllm_config, kv_cache_config, setup.tables, kv_caches, place)
     planes = [plane for layer in layers for plane in layer_planes(layer)]
-    report = self_check(layers, planes) if setup.settings.self_check else None
-    check_shown(layers, report)
+    reasons = {name: kind.unwritten for kind in self_check(layers, planes) for name in kind.layers}
+    for layer in layers:
+        # A state's spec alone describes its parts, and was compared with the module's own tensors.
+        if isinstance(layer.spec, MambaSpec) or (family := family_of(layer)).proven:
+            continue
+        if reason := reasons[layer.name]:
+            found = f"{family.name}, backend {layer.backend.rpartition('.')[2]}"
+            expected = f"a layout that was tested, or that the self-check can write to ({reason})"
+            raise InvalidField(f"KV cache of {layer.name}", found, expected)
     return planes
 
 
@@ -114,26 +102,12 @@ def layers_of(
     return found
 
 
-def check_shown(layers: Sequence[Layer], report: Report | None) -> None:
-    """Raise `InvalidField` for a layer whose layout neither the tests nor the self-check have shown to be right.
-    Without a report, the self-check is off."""
-    unwritten = {name: kind.unwritten for kind in report.kinds for name in kind.layers} if report is not None else {}
-    for layer in layers:
-        # A state's spec alone describes its parts, and was compared with the module's own tensors.
-        if isinstance(layer.spec, MambaSpec) or family_of(layer).proven:
-            continue
-        reason = unwritten.get(layer.name, "self_check is false")
-        if reason:
-            family = f"{family_of(layer).name}, backend {layer.backend.rpartition('.')[2]}"
-            expected = f"a layout that was tested, or that the self-check can write to ({reason})"
-            raise InvalidField(f"KV cache of {layer.name}", family, expected)
+def self_check(layers: Sequence[Layer], planes: Sequence[Plane], seed: int | None = None) -> tuple[Checked, ...]:
+    """Check the planes of a rank against vLLM's writes, log the result in one line, and return it by kind of layers.
 
-
-def self_check(layers: Sequence[Layer], planes: Sequence[Plane], seed: int | None = None) -> Report:
-    """Check the planes of a rank against vLLM's writes, and log the result in one line.
-
-    Nothing else may use the caches meanwhile. Waits for the device. `seed` is for the choice of blocks; None: other
-    blocks at each start. Raises `LayoutMismatch`: the planes of a layer are wrong; do not read by them.
+    The first and the last layer are always written to. Nothing else may use the caches meanwhile. Waits for the device.
+    `seed` is for the choice of blocks; None: other blocks at each start. Raises `LayoutMismatch`: the planes of a layer
+    are wrong; do not read by them.
     """
     begin = time.perf_counter()
     by_layer: dict[str, list[Plane]] = {layer.name: [] for layer in layers}
@@ -156,10 +130,10 @@ def self_check(layers: Sequence[Layer], planes: Sequence[Plane], seed: int | Non
             names = tuple(layer.name for layer in alike)
             results = [_check(layer, by_layer[layer.name], names, seed) for layer in written]
             found.append(next((each for each in results if each.unwritten), results[0]))
-    report = Report(tuple(found), time.perf_counter() - begin)
-    unwritten = any(kind.unwritten for kind in report.kinds)
-    logger.log(logging.WARNING if unwritten else logging.INFO, "%s", report)
-    return report
+    level = logging.WARNING if any(kind.unwritten for kind in found) else logging.INFO
+    took = time.perf_counter() - begin
+    logger.log(level, "self-check: layers %s; %.3f s", "; ".join(map(str, found)), took)
+    return tuple(found)
 
 
 def _check(layer: Layer, planes: Sequence[Plane], names: tuple[str, ...], seed: int | None) -> Checked:
@@ -214,21 +188,14 @@ def _content_bytes(spec: Any) -> int:
 
 
 class WritePath(NamedTuple):
-    """vLLM's way to write the cache of a layer.
+    """vLLM's way to write the cache of a layer."""
 
-    Attributes:
-        name: the backend, or the class of the layer, for people.
-        reason: why there is no function that could be called on its own; empty: there is one.
-        write, token: see `check_layout`; `token` has zeros.
-        states: the views by which vLLM's kernels write a recurrent state: the kernels take whole tensors, and there is
-            no write function.
-    """
-
-    name: str
-    reason: str = ""
-    write: WriteTokens | None = None
-    token: Tokens | None = None
+    name: str  # the backend, or the class of the layer, for people
+    reason: str = ""  # why there is no function that could be called on its own; empty: there is one
+    write: WriteTokens | None = None  # see `check_layout`
+    token: Tokens | None = None  # of zeros
     states: tuple[torch.Tensor, ...] = ()
+    """The views by which vLLM's kernels write a recurrent state: the kernels take whole tensors."""
 
 
 def write_path(layer: Layer, planes: Sequence[Plane]) -> WritePath:

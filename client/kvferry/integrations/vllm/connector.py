@@ -14,15 +14,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvferry.errors import InternalError
 from kvferry.integrations.vllm.cached import PrefixCache
 from kvferry.integrations.vllm.checked_planes import checked_planes
+from kvferry.integrations.vllm.idle_steps import engine_in_making
 from kvferry.integrations.vllm.registration import register
 from kvferry.integrations.vllm.scheduler import ConnectorScheduler
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.shards import RankPlace
 from kvferry.integrations.vllm.stats import KvferryPromMetrics, KvferryStats
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
-from kvferry.integrations.vllm.versions import HIT_SOURCE
-from kvferry.integrations.vllm.waking import engine_in_making
 from kvferry.integrations.vllm.worker import ConnectorWorker
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ModuleNotFoundError:
+    # vLLM 0.31 does not record the source of a cache hit.
+    HIT_SOURCE = None
+else:
+    HIT_SOURCE = CacheHitSource.P2P
 
 
 class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]

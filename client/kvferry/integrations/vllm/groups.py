@@ -15,6 +15,7 @@ from typing import Any
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    HiddenStateCacheSpec,
     MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -23,45 +24,26 @@ from vllm.v1.kv_cache_interface import (
 from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import Blocks
 from kvferry.geometry.model import Group, GroupKind
-from kvferry.integrations.vllm.versions import is_divided_by_tokens
 
 NULL_BLOCK = 0
 """The null block: the first block of vLLM's block pool."""
 
 POOL = "device"
 
-_REFUSED = {
-    "CircularBufferSpec": "its ring holds keys that are not compressed yet, and a step overwrites them",
-    "CrossAttentionSpec": "its blocks hold the states of an encoder, which no publication has",
-    "EncoderOnlyAttentionSpec": "an encoder keeps no KV cache",
-    "HiddenStateCacheSpec": "it holds hidden states for other uses than decoding",
-    "HiSparseHotSpec": "HiSparse keeps the KV cache in host memory, in blocks of another pool",
-    "HiSparseResidentSpec": "HiSparse keeps the KV cache in host memory, in blocks of another pool",
-}
-"""Unsupported specs of vLLM, and why. By name, since older versions of vLLM lack some."""
-
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """vLLM's list of a request's blocks in one group.
+    """vLLM's list of a request's blocks in one group."""
 
-    Attributes:
-        index: number of the group in vLLM's configuration.
-        group: the group.
-        entry_tokens: tokens per entry of the table, also in tables of states.
-        chunk_tokens: the chunk size of chunked local attention; else 0.
-        window_tokens: the size of a sliding window; else 0. To kvferry such a group is one of tokens, whose tables
-            begin late: the planner would read a window from its first token on, but vLLM takes each full block that was
-            read into for its prefix cache, also the block in which the window begins. So whole blocks are read.
-        draft_blocks: blocks of a state for drafts, behind its own block.
-    """
-
-    index: int
+    index: int  # number of the group in vLLM's configuration
     group: Group
-    entry_tokens: int
-    chunk_tokens: int = 0
+    entry_tokens: int  # tokens per entry of the table, also in tables of states
+    chunk_tokens: int = 0  # the chunk size of chunked local attention; else 0
     window_tokens: int = 0
-    draft_blocks: int = 0
+    """The size of a sliding window; else 0. To kvferry such a group is one of tokens, whose tables begin late: the
+    planner would read a window from its first token on, but vLLM takes each full block that was read into for its
+    prefix cache, also the block in which the window begins. So whole blocks are read."""
+    draft_blocks: int = 0  # blocks of a state for drafts, behind its own block
 
     @property
     def forgets(self) -> bool:
@@ -132,8 +114,8 @@ class BlockTable:
 def block_tables(vllm_config: Any, kv_cache_config: Any) -> tuple[BlockTable, ...]:
     """Return the block tables of the groups that are transferred; raises `InvalidField` for unsupported groups."""
     for group in kv_cache_config.kv_cache_groups:
-        if getattr(group, "host_resident", False):
-            raise _refused("HiSparse", _REFUSED["HiSparseHotSpec"])
+        if group.host_resident:
+            raise InvalidField("KV-cache group", "HiSparse", "blocks on the device: these are in host memory")
     found: list[BlockTable] = []
     seen: Counter[str] = Counter()
     for index, listed in transferred(kv_cache_config):
@@ -207,15 +189,10 @@ def _first(spec: Any) -> Any:
 
 
 def _check(spec: Any) -> None:
-    for known in type(spec).__mro__:
-        if known.__name__ in _REFUSED:
-            raise _refused(type(spec).__name__, _REFUSED[known.__name__])
-    if not isinstance(spec, (MambaSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, FullAttentionSpec)):
-        raise _refused(type(spec).__name__, "what its block table holds is not known")
-
-
-def _refused(name: str, reason: str) -> InvalidField:
-    return InvalidField("KV-cache spec", name, f"another: {reason}")
+    known = isinstance(spec, (MambaSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, FullAttentionSpec))
+    if not known or isinstance(spec, HiddenStateCacheSpec):
+        name = type(spec).__name__
+        raise InvalidField("KV-cache spec", name, "one whose block table holds the KV cache of tokens, or states")
 
 
 def _kept(spec: Any) -> str:
@@ -260,6 +237,4 @@ def entry_tokens(spec: Any, vllm_config: Any) -> int:
 
 def token_shards(spec: Any, vllm_config: Any) -> int:
     """Return the number of ranks that divide a layer's tokens: those of decode context parallelism, or 1."""
-    if isinstance(spec, MambaSpec) or not is_divided_by_tokens(spec):
-        return 1
-    return int(vllm_config.parallel_config.decode_context_parallel_size)
+    return int(vllm_config.parallel_config.decode_context_parallel_size) if spec.dcp_sharded else 1

@@ -6,12 +6,17 @@ the next pause of the loop.
 
 vLLM rests, which means that it runs no steps until its next request, if it has no requests and the connector has no
 work. Holding unread publications is not work: a loop for that would take more than half a core.
+
+`Engine` wakes vLLM where it waits for input, so that it answers questions while it has no requests.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from typing import Any
+from weakref import ref
 
 from kvferry.engine import SchedulerPort
 
@@ -27,45 +32,29 @@ AWAKE = 1.0
 that time: vLLM frees their blocks at once, and its metrics show the reads."""
 
 ASLEEP = 0.02
-"""Seconds of waiting in a step of an engine that drains and only holds publications, which delay a new request. If vLLM
-asks again whether it may rest after at least so many seconds, it has waited for input in between."""
+"""Seconds of waiting in a step of an engine that drains and only holds publications, which delay a new request."""
 
 
 class Rest:
-    """Decides when vLLM may rest although publications are held.
+    """Decides when vLLM may rest although publications are held. Their releases are taken when vLLM asks whether it may
+    rest on, which happens for every input, and when a request comes, before vLLM looks for the request's blocks.
 
-    Publications that are released during a rest are freed when vLLM asks whether it may rest on, which happens for
-    every input, and when a request comes, before vLLM looks for the request's blocks.
-
-    An input that is not a request ends the rest until no publication is held. The input may pause vLLM: vLLM pauses
-    when it has no work, and resets its prefix cache, which is an error while blocks are held.
-
-    Args:
-        drains: vLLM finishes its work before it ends. Then it never rests: the connector is not informed of the end,
-            and vLLM would not wait for the readers of held publications.
-        now: the clock, in seconds.
+    An engine that `drains`, which means that vLLM finishes its work before it ends, never rests: the connector is not
+    informed of the end, and vLLM would not wait for the readers of held publications.
     """
 
     def __init__(self, *, drains: bool, now: Callable[[], float]) -> None:
         self._drains = drains
         self._now = now
         self._until = 0.0
-        self._rested: float | None = None
-        """Time of the last answer that vLLM may rest; None: there was an event since."""
-        self._woken = False
 
     def did_something(self) -> None:
         """Record an event: a request has come or ended, or a step computes something or has freed blocks."""
         self._until = self._now() + AWAKE
-        self._rested = None
 
     def may_rest(self, *, holding: bool) -> bool:
         """Return whether vLLM may rest now, if it has no requests; `holding`: publications are held."""
-        now = self._now()
-        self._woken = holding and (self._woken or (self._rested is not None and now - self._rested >= ASLEEP))
-        rests = not holding or not (self._drains or self._woken or now < self._until)
-        self._rested = now if rests and holding else None
-        return rests
+        return not holding or not (self._drains or self._now() < self._until)
 
     @property
     def denied(self) -> bool:
@@ -110,3 +99,42 @@ class IdleSteps:
         if not ready:
             self._port.wait_news(PATIENCE)
         return False
+
+
+class Engine:
+    """vLLM's engine. Connectors are not given it, but bound while it is made."""
+
+    def __init__(self, made: Any) -> None:
+        self._made = ref(made)
+
+    def wake(self) -> None:
+        """Wake the engine, from any thread.
+
+        An engine without work waits at its input queue. It ignores this entry, with which vLLM itself wakes it to end
+        it (``EngineCoreProc.run_engine_core`` in vllm/v1/engine/core.py; 0.32.0).
+        """
+        from vllm.v1.engine import EngineCoreRequestType
+
+        engine = self._made()
+        if engine is not None:
+            engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+    def paused(self) -> bool:
+        """Whether the engine is paused, or will be as soon as it has no work. It then resets its prefix cache, which is
+        an error while blocks are held, and its weights may be changed."""
+        engine = self._made()
+        return engine is not None and bool(engine.is_scheduler_paused())
+
+
+def engine_in_making() -> Engine | None:
+    """Return the engine that the callers of this function are making; None: it has no input queue and runs steps only
+    when it is told, as in the process of ``vllm.LLM``."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        found = frame.f_locals.get("self")
+        if isinstance(found, EngineCoreProc):
+            return Engine(found)
+    return None

@@ -1,58 +1,43 @@
-"""The requests that decode wants to read, from their arrival until the read has ended or was given up; the sources
-that it reads from: new ones, and the turns of requests at each; and the log line of a failed read."""
+"""The requests that decode wants to read, from their arrival until the read has ended or was given up; and the log line
+of a failed read."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from kvferry import Listing, Prompt, parse_reference
 from kvferry.engine import ReadEnd
 from kvferry.errors import KvferryError
-from kvferry.integrations.remembered import remember
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Load:
-    """A request that decode wants to read.
+    """A request that decode wants to read."""
 
-    Attributes:
-        reference: reference of the publication to read; of a prefix, the engine that is asked and the prompt.
-        until: end of the time to read, on the scheduler's clock.
-        traceparent: of the request's trace; empty: none.
-        prompt: set when the request is to be read and does not follow another.
-        follows: another request of the same reference is read, and this request waits to find its blocks in vLLM's
-            prefix cache, without a lease of its own.
-        found: the request follows, and the blocks are in the prefix cache.
-        waits: there was no news since vLLM was last answered to ask again.
-        computed: number of tokens that are computed already, according to vLLM's last call.
-        reading: the request has blocks, and the workers are reading into them.
-        aborted: vLLM has aborted the request.
-        failed: the read has failed, and the failure is on its way to vLLM.
-        error: of a refused or a failed read. Both are reported to vLLM alike, after vLLM has allocated blocks.
-        prefix: vLLM's request, of which only a prefix is wanted: what cannot be read is computed, whatever vLLM does
-            with failed reads. None: the request reads a publication that its router names.
-        source: of a prefix, the engine that is asked: its own reference, or its name and home.
-    """
-
-    reference: str = field(repr=False)
-    until: float
-    traceparent: str = ""
-    prompt: Prompt = Prompt.unknown
+    reference: str = field(repr=False)  # of the publication; of a prefix, the engine that is asked and the prompt
+    until: float  # end of the time to read, on the scheduler's clock
+    traceparent: str = ""  # of the request's trace; empty: none
+    prompt: Prompt = Prompt.unknown  # set when the request is to be read and does not follow another
     follows: bool = False
-    found: bool = False
-    waits: bool = False
-    computed: int = 0
-    reading: bool = False
-    aborted: bool = False
-    failed: bool = False
+    """Another request of the same reference is read, and this request waits to find its blocks in vLLM's prefix cache,
+    without a lease of its own."""
+    found: bool = False  # the request follows, and the blocks are in the prefix cache
+    waits: bool = False  # there was no news since vLLM was last answered to ask again
+    computed: int = 0  # tokens that are computed already, according to vLLM's last call
+    reading: bool = False  # the request has blocks, and the workers are reading into them
+    aborted: bool = False  # by vLLM
+    failed: bool = False  # the read has failed, and the failure is on its way to vLLM
     error: KvferryError | None = None
+    """Of a refused or a failed read. Both are reported to vLLM alike, after vLLM has allocated blocks."""
     prefix: Any = None
+    """vLLM's request, of which only a prefix is wanted: what cannot be read is computed, whatever vLLM does with failed
+    reads. None: the request reads a publication that its router names."""
     source: str | Listing = field(default="", repr=False)
+    """Of a prefix, the engine that is asked: its own reference, or its name and home."""
 
 
 class Loads:
@@ -112,89 +97,6 @@ class Loads:
                 load.found |= found and load.follows
                 load.waits = False
         return reference
-
-
-class NewSources:
-    """Finds the new sources in the references of requests. `own` is the incarnation of this engine, which does not read
-    from itself."""
-
-    def __init__(self, own: bytes = b"") -> None:
-        self._own = own
-        self._seen: dict[tuple[str, str, bytes], None] = {}
-        """A source that was forgotten, and is seen again, costs a needless connection."""
-        self._new: list[str] = []
-
-    def see(self, reference: str) -> None:
-        """Add the source of a request's reference, unless it is known."""
-        try:
-            parsed = parse_reference(reference)
-        except KvferryError:
-            # The read fails with this error.
-            return
-        source = parsed.home, parsed.engine_id, parsed.incarnation
-        # A router's own reference does not name the incarnation that will publish.
-        if parsed.router_key or parsed.incarnation == self._own or source in self._seen:
-            return
-        remember(self._seen, source, None)
-        self._new.append(reference)
-
-    def take(self) -> list[str]:
-        """Return one reference of each source that is new since the last call."""
-        found, self._new = self._new, []
-        return found
-
-
-@dataclass(slots=True)
-class _Source:
-    engine_id: str
-    asked: set[str] = field(default_factory=set)
-    waiting: dict[str, None] = field(default_factory=dict)
-
-
-class Turns:
-    """The turns of requests that wait for their publications: at each source, at most `most` are asked for at once, in
-    the order of their arrival. A dead or slow source delays only its own requests (R10)."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._sources: dict[str, _Source] = {}
-        self._by_request: dict[str, _Source] = {}
-
-    def add(self, request_id: str, reference: str) -> None:
-        """Add an arrived request."""
-        try:
-            engine_id = parse_reference(reference).engine_id
-        except KvferryError:
-            # `SchedulerPort.acquire` will refuse the reference.
-            engine_id = ""
-        source = self._sources.setdefault(engine_id, _Source(engine_id))
-        source.waiting[request_id] = None
-        self._by_request[request_id] = source
-
-    def waits(self, request_id: str) -> bool:
-        """Whether a request still waits for its turn."""
-        source = self._by_request.get(request_id)
-        return source is not None and request_id in source.waiting
-
-    def take(self) -> list[str]:
-        """Return the requests whose turn it is now; each request only once."""
-        found: list[str] = []
-        for source in self._sources.values():
-            turns = [*islice(source.waiting, self._most - len(source.asked))]
-            source.asked.update(turns)
-            for request_id in turns:
-                del source.waiting[request_id]
-            found += turns
-        return found
-
-    def end(self, request_id: str) -> None:
-        """End the turn of a request that is granted, refused or gone. Idempotent."""
-        source = self._by_request.pop(request_id, None)
-        if source is not None:
-            source.asked.discard(request_id)
-            source.waiting.pop(request_id, None)
-            if not (source.asked or source.waiting):
-                del self._sources[source.engine_id]
 
 
 def log_failure(end: ReadEnd, reference: str, engine_id: str, *, aborted: bool) -> None:

@@ -1,4 +1,5 @@
-"""The requests that prefill will publish."""
+"""The requests that prefill will publish, and the connector's own references to blocks of vLLM's pool, beside those of
+vLLM's requests."""
 
 from __future__ import annotations
 
@@ -8,10 +9,58 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvferry import Prompt, Publication
+import numpy as np
+import numpy.typing as npt
+
+from kvferry import Prompt, Publication, Question
 from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.vllm.groups import BlockTable
-from kvferry.integrations.vllm.holds import BlockHolds, ids_of
+
+
+class BlockHolds:
+    """Blocks that are held for publications.
+
+    vLLM frees the blocks of a request that it preempts, aborts or finishes, and evicts blocks from its prefix cache. A
+    block becomes free only with its last reference, and stays in the prefix cache until then. So a preempted request
+    usually finds its own blocks there again.
+
+    A block is referred to once, until the last publication that has it drops it: thousands of answers may have the same
+    beginning. A publication has each of its blocks once.
+
+    `pool` is vLLM's ``BlockPool`` (``vllm/v1/core/block_pool.py``; 0.32.0).
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self._holders = np.zeros(pool.num_gpu_blocks, np.int64)
+        """How many publications have each block."""
+        self._count = 0
+
+    def with_more(self, ids: npt.ArrayLike) -> int:
+        """Return how many blocks would be held with these."""
+        return self._count + int(np.count_nonzero(self._holders[np.asarray(ids, np.int64)] == 0))
+
+    def add(self, ids: npt.ArrayLike) -> None:
+        """Hold blocks that a request, or the prefix cache, has now."""
+        given = np.asarray(ids, np.int64)
+        added = given[self._holders[given] == 0].tolist()
+        self._holders[given] += 1
+        self._count += len(added)
+        self._pool.touch([self._pool.blocks[block] for block in added])
+
+    def drop(self, ids: npt.ArrayLike) -> None:
+        given = np.asarray(ids, np.int64)
+        self._holders[given] -= 1
+        # In reverse, as vLLM frees a request: the prefix cache keeps the beginning of a prompt the longest.
+        left = given[self._holders[given] == 0][::-1].tolist()
+        self._count -= len(left)
+        self._pool.free_blocks([self._pool.blocks[block] for block in left])
+
+
+def ids_of(blocks: Mapping[str, Blocks]) -> list[int]:
+    """Return the ids of blocks of all groups."""
+    return [block for listed in blocks.values() for block in listed.ids.tolist()]
+
 
 _CHILD = re.compile(r"\d+_(.+)", re.DOTALL)
 """vLLM's request_id of a sample: index and request_id of the parent (vllm/v1/engine/parallel_sampling.py,
@@ -27,47 +76,31 @@ class ComputedPart(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class OutgoingRequest:
-    """A request that will be published.
+    """A request that will be published, or the answer to another engine's question."""
 
-    Attributes:
-        request: vLLM's request; None: it has finished. It may have images, or embeddings of its whole prompt, which a
-            publication must not keep.
-        reference: the router's reference; empty: none, and the request is published when it has finished.
-        prompt: the prompt at the request's arrival; of a finished request, with the published tokens of the answer.
-        holds: holds blocks of vLLM's pool.
-        held: ids of the blocks that are published or will be soon, which `holds` holds.
-        step: the last step in which the request was scheduled.
-        follows: the request is another sample of the same prompt (n > 1) as a request with the same reference, and only
-            that request is published.
-        publication: None: nothing is published yet.
-        parts: blocks that are not published yet, because some rank has not computed their step.
-        planned: end of the tokens that are published or in `parts`, by group.
-        closed: no more parts of the prompt are planned.
-        withdrawn: the publication has failed, was released early, or was withdrawn.
-        finished: vLLM has finished the request, so the blocks that were published, or will be, last are the last ones.
-        payload: of the publication; comes with its last blocks.
-        contents: `contents_of` the published tokens of a finished sample; None: of other requests.
-    """
-
+    request_id: str
     request: Any
-    reference: str = field(repr=False)
-    prompt: Prompt
-    holds: BlockHolds
-    step: int = 0
+    """vLLM's request; None: it has finished, or this is an answer. It may have images, or embeddings of its whole
+    prompt, which a publication must not keep."""
+    reference: str = field(repr=False)  # the router's; empty: none, the request is published when it has finished
+    prompt: Prompt  # at the request's arrival; of a finished request, with the published tokens of the answer
+    holds: BlockHolds  # holds blocks of vLLM's pool
+    step: int = 0  # the last step in which the request was scheduled
     follows: bool = False
-    publication: Publication | None = None
-    held: list[int] = field(default_factory=list)
-    parts: deque[ComputedPart] = field(default_factory=deque)
-    planned: dict[str, int] = field(default_factory=dict)
-    closed: bool = False
-    withdrawn: bool = False
-    finished: bool = False
-    payload: bytes = b""
+    """The request is another sample of the same prompt (n > 1) as a request with the same reference, and only that
+    request is published."""
+    publication: Publication | None = None  # None: nothing is published yet
+    held: list[int] = field(default_factory=list)  # ids of the blocks that are published or will be soon
+    parts: deque[ComputedPart] = field(default_factory=deque)  # unpublished: some rank has not computed their step
+    planned: dict[str, int] = field(default_factory=dict)  # end of the tokens published or in `parts`, by group
+    closed: bool = False  # no more parts of the prompt are planned
+    withdrawn: bool = False  # the publication has failed, was released early, or was withdrawn
+    finished: bool = False  # by vLLM, so the blocks that were published, or will be, last are the last ones
+    payload: bytes = b""  # of the publication; comes with its last blocks
     contents: tuple[object, ...] | None = None
-    request_id: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.request_id = str(self.request.request_id)
+    """`contents_of` the published tokens of a finished sample; None: of other requests."""
+    question: Question | None = None  # None: it is a request
+    computed_from: frozenset[int] = frozenset()  # ids of the blocks from which the blocks of an answer were computed
 
     @property
     def parent(self) -> str:
@@ -94,7 +127,7 @@ class OutgoingRequest:
                 self.planned[name] = found.end_token or 0
         if blocks:
             # Held from now on, because vLLM may free the blocks before the step has ended.
-            self._hold(blocks)
+            self.hold(blocks)
             self.parts.append(ComputedPart(self.step, blocks))
 
     def forget_parts(self) -> None:
@@ -113,7 +146,7 @@ class OutgoingRequest:
             table.group.name: table.rest(blocks[table.group.name], self.planned.get(table.group.name, 0))
             for table in tables
         }
-        self._hold(found)
+        self.hold(found)
         return found
 
     def free(self) -> None:
@@ -121,7 +154,7 @@ class OutgoingRequest:
         ids, self.held = self.held, []
         self.holds.drop(ids)
 
-    def _hold(self, blocks: Mapping[str, Blocks]) -> None:
+    def hold(self, blocks: Mapping[str, Blocks]) -> None:
         ids = ids_of(blocks)
         self.holds.add(ids)
         self.held += ids

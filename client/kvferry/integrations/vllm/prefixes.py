@@ -22,10 +22,10 @@ from vllm.v1.request import RequestStatus
 from kvferry import Directory, Listing, Prompt
 from kvferry.engine import SchedulerPort
 from kvferry.errors import EngineNotListed, InvalidField, KvferryError, NotAllowed
+from kvferry.integrations.settings import shown
 from kvferry.integrations.vllm.cached import PrefixCache
 from kvferry.integrations.vllm.loads import Load
-from kvferry.integrations.vllm.params import prefix_source, traceparent_of
-from kvferry.integrations.vllm.settings import shown
+from kvferry.integrations.vllm.requests import prefix_source, traceparent_of
 from kvferry.integrations.vllm.setup import Setup
 
 logger = logging.getLogger(__name__)
@@ -168,8 +168,7 @@ def hinted_engine(request: Any) -> str:
     Raises:
         InvalidField: the hint is malformed, of another version, or asks for something else; `field` is what is wrong.
     """
-    # Versions of vLLM before 0.31 have no hints of their own.
-    envelope, params = getattr(request, "kv_hints", None), request.kv_transfer_params
+    envelope, params = request.kv_hints, request.kv_transfer_params
     if envelope is None:
         envelope = _part(params, ENVELOPE)
     if envelope is not None:
@@ -192,25 +191,23 @@ def engine_names(address: str) -> tuple[str, ...]:
 
 def _fetched_from(envelope: Any) -> str:
     """Return the address of the source of an envelope's first fetch, as others that execute such hints take it."""
-    version, actions = _part(envelope, "protocol_version"), _part(envelope, "actions")
-    if version != PROTOCOL_VERSION:
-        raise InvalidField(f"{ENVELOPE}.protocol_version", shown(version), repr(PROTOCOL_VERSION))
+    actions = _part(envelope, "actions")
     listed = actions[:MOST_ACTIONS] if isinstance(actions, list) else []
     fetch = next((action for action in listed if _part(action, "action_type") == FETCH), None)
-    if fetch is None:
-        raise InvalidField(f"{ENVELOPE}.actions", shown(actions), f"a list with {FETCH} among the first {MOST_ACTIONS}")
-    version, payload = _part(fetch, "action_version"), _part(fetch, "payload")
-    if version != FETCH_VERSION:
-        raise InvalidField(f"{FETCH}.action_version", shown(version), repr(FETCH_VERSION))
-    endpoint, mode = _part(payload, "source_control_endpoint"), _part(payload, "mode")
-    if mode not in (None, "copy"):
-        raise InvalidField(f"{FETCH}.mode", shown(mode), "'copy'")
-    expected = f"{SCHEME}host:port of at most {MOST_CHARACTERS} characters"
-    if not isinstance(endpoint, str) or not endpoint.startswith(SCHEME):
-        raise InvalidField(f"{FETCH}.source_control_endpoint", shown(endpoint), expected)
-    address = endpoint[len(SCHEME) :]
+    payload = _part(fetch, "payload")
+    for field, found, expected in (
+        (f"{ENVELOPE}.protocol_version", _part(envelope, "protocol_version"), PROTOCOL_VERSION),
+        (f"{ENVELOPE}.actions", _part(fetch, "action_type"), FETCH),
+        (f"{FETCH}.action_version", _part(fetch, "action_version"), FETCH_VERSION),
+        (f"{FETCH}.mode", _part(payload, "mode") or "copy", "copy"),
+    ):
+        if found != expected:
+            raise InvalidField(field, shown(found), repr(expected))
+    endpoint = _part(payload, "source_control_endpoint")
+    address = endpoint.removeprefix(SCHEME) if isinstance(endpoint, str) and endpoint.startswith(SCHEME) else ""
     if not 0 < len(address) <= MOST_CHARACTERS:
-        raise InvalidField(f"{FETCH}.source_control_endpoint", f"{len(address)} characters", expected)
+        expected = f"{SCHEME}host:port of at most {MOST_CHARACTERS} characters"
+        raise InvalidField(f"{FETCH}.source_control_endpoint", shown(endpoint), expected)
     return address
 
 

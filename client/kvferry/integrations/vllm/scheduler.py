@@ -15,21 +15,20 @@ from kvferry.errors import KvferryError, PromptMismatch
 from kvferry.integrations.remembered import remember
 from kvferry.integrations.vllm.answers import Answers
 from kvferry.integrations.vllm.cached import PrefixCache
-from kvferry.integrations.vllm.idle_steps import IdleSteps, Rest
-from kvferry.integrations.vllm.loads import Load, Loads, NewSources, Turns, log_failure
-from kvferry.integrations.vllm.params import (
+from kvferry.integrations.vllm.idle_steps import Engine, IdleSteps, Rest
+from kvferry.integrations.vllm.loads import Load, Loads, log_failure
+from kvferry.integrations.vllm.prefixes import Prefixes
+from kvferry.integrations.vllm.requests import (
     PREFIX_SOURCE,
     asks_for_source,
     is_routers,
     read_reference,
     traceparent_of,
 )
-from kvferry.integrations.vllm.prefixes import Prefixes
 from kvferry.integrations.vllm.sending import Sending, decline
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.stats import KvferryStats
 from kvferry.integrations.vllm.values import StepMetadata, Summed, WorkerNews
-from kvferry.integrations.vllm.waking import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ class ConnectorScheduler:
             self._client,
             setup.spec,
             hold_until_quiet=True,
-            # `Turns` bounds the waiting requests of each source.
+            # The home bounds the reads that wait there, and the port asks it again.
             max_waiting=sys.maxsize,
             timeout=settings.start_timeout,
         )
@@ -69,12 +68,11 @@ class ConnectorScheduler:
         self._sums: list[Summed] = []
         """Published blocks that the workers will sum, in integrity mode."""
         self._sending = Sending(setup, self._port, cache, self._sums, self._stats.count)
-        self._answers = Answers(setup, self._port, cache, self._sums, self._stats.count)
+        self._answers = Answers(setup, self._port, cache, self._sending)
         self._prefixes = Prefixes(setup, self._port, cache, self._client.directory, self._stats.count)
         self._idle = IdleSteps(self._port, setup.depth)
         self._rest = Rest(drains=setup.drains, now=now)
         self._loads = Loads()
-        self._turns = Turns(settings.max_waiting)
         self._had: dict[str, None] = {}
         """References whose blocks are, or were, in vLLM's prefix cache. A sample that comes after its reference was
         forgotten asks for a publication that was released."""
@@ -83,7 +81,6 @@ class ConnectorScheduler:
         self._registered: set[int] = set()
         self._starts: list[Grant] = []
         self._incarnation = self._port.token.incarnation
-        self._sources = NewSources(self._incarnation)
         self._ends: list[ReadEnd] = []
         self._warned = False
         self._paused: Callable[[], bool] = (lambda: False) if engine is None else engine.paused
@@ -107,7 +104,7 @@ class ConnectorScheduler:
         if reference in self._had:
             # The publication was read for another sample, which has ended: vLLM has the blocks, or computes them.
             return
-        if getattr(request, "abort_immediately", False):
+        if request.abort_immediately:
             # A notice of vLLM's API server that it has refused or failed a request, with a prompt of one token
             # (vllm/v1/engine/async_llm.py, `notify_kv_transfer_request_rejected`; 0.32.0).
             if reference not in self._mistaken and not self._loads.any_of(reference):
@@ -158,8 +155,6 @@ class ConnectorScheduler:
                 return 0, False
             load.follows = False
             self._lead(request, load)
-        if self._turns.waits(request_id):
-            return None
         load.computed = computed
         offered = request.num_tokens
         if load.error is None:
@@ -168,11 +163,10 @@ class ConnectorScheduler:
             except KvferryError as error:
                 if load.prefix is not None:
                     return self._missed(request_id, error)
-                self._refuse(request_id, error)
+                load.error = error
                 return self._matched(request, load, computed)
             if offer is None:
                 return None
-            self._turns.end(request_id)
             if offer.incarnation == self._incarnation:
                 # This engine prefilled the request (kv_both). A complete publication is in vLLM's prefix cache, and
                 # vLLM computes the tokens that are not.
@@ -246,17 +240,15 @@ class ConnectorScheduler:
         if self._take_released() or not idle:
             self._rest.did_something()
         self._take_news()
-        self._ask_next()
         step = self._sending.begin(scheduled)
-        if self._answers.begin(step, refuses=self._paused()):
+        if self._answers.work(refuses=self._paused()):
             self._rest.did_something()
         registered = self._all_registered()
         reads, publishes, ready = bool(self._loads), self._publishes, bool((self._starts and registered) or self._ends)
-        holds = self._holds and self._rest.denied
+        holds = self._sending.holding and self._rest.denied
         waits = self._idle.begin(idle=idle, reads=reads, publishes=publishes, ready=ready, holds=holds)
         metadata = StepMetadata(step, waits=waits, asks=self._publishes)
         if registered:
-            metadata.warms = self._sources.take()
             metadata.starts, self._starts = self._starts, []
             # The steps of the grants that were attached until now.
             metadata.grant_steps = self._port.grant_steps()
@@ -301,7 +293,6 @@ class ConnectorScheduler:
         # First, because blocks that were computed from lost ones must not be published.
         if lost:
             self._sending.lost(lost)
-            self._answers.lost(lost)
         if news is None:
             return
         self._registered |= news.registered
@@ -310,14 +301,13 @@ class ConnectorScheduler:
         for output in news.outputs:
             self._port.collect(output)
         self._sending.computed(news.done())
-        self._answers.computed(self._sending.ended)
 
     def has_work(self) -> bool:
         """Return whether vLLM must run steps even without a request: workers are being registered, or must report the
         progress of their devices, or readers are likely to end soon, see `Rest`."""
         if not self._all_registered() or self._publishes or self._sums:
             return True
-        if self._holds:
+        if self._sending.holding:
             # While vLLM rests, only this call takes releases, and vLLM makes this call before it pauses.
             self._take_released()
         # This call alone takes questions, too.
@@ -328,8 +318,8 @@ class ConnectorScheduler:
             return True
         if paused:
             # vLLM completes a pause when there is no work, and then no block may be held.
-            return self._holds
-        return not self._rest.may_rest(holding=self._holds)
+            return self._sending.holding
+        return not self._rest.may_rest(holding=self._sending.holding)
 
     def take_stats(self) -> KvferryStats | None:
         """Return the counts since the last call; None: there are none."""
@@ -348,17 +338,13 @@ class ConnectorScheduler:
     def _take_released(self) -> bool:
         """Free the blocks of released publications; return whether there were any."""
         releases = self._port.released()
-        self._sending.released(self._answers.released(releases))
+        self._sending.released(releases)
         return bool(releases)
 
     @property
     def _publishes(self) -> bool:
         """Whether blocks wait to be published."""
         return self._sending.waiting or self._answers.waiting
-
-    @property
-    def _holds(self) -> bool:
-        return self._sending.holding or self._answers.holding
 
     def _all_registered(self) -> bool:
         return len(self._registered) == self._setup.spec.num_ranks
@@ -397,7 +383,7 @@ class ConnectorScheduler:
         return 0, False
 
     def _lead(self, request: Any, load: Load) -> None:
-        """Acquire the publication of a request, when it is the request's turn. Others of the same reference follow it.
+        """Acquire the publication of a request. Others of the same reference follow it.
 
         The request has only its prompt: it is read before vLLM computes any token, and never again, even if vLLM
         preempts it after it has generated tokens.
@@ -405,34 +391,25 @@ class ConnectorScheduler:
         request_id = request.request_id
         load.prompt = self._sending.prompt(request)
         self._loads.lead(request_id, load)
-        self._turns.add(request_id, load.reference)
-        self._ask_next()
+        # The time counts from the arrival: the request may have followed another that waited in vain.
+        left = max(min(LEAST_TIME, self._setup.settings.read_timeout), load.until - self._now())
+        try:
+            self._port.acquire(
+                request_id,
+                load.reference,
+                progressive=is_routers(load.reference),
+                timeout=left,
+                traceparent=load.traceparent,
+                prompt=load.prompt,
+            )
+        except KvferryError as error:
+            # Reported when vLLM has allocated blocks.
+            load.error = error
 
     def _take_news(self) -> None:
         for request_id in self._port.news():
-            self._turns.end(request_id)
             if (load := self._loads.get(request_id)) is not None:
                 load.waits = False
-
-    def _ask_next(self) -> None:
-        for request_id in self._turns.take():
-            load = self._loads[request_id]
-            load.waits = False
-            # The time counts from the arrival: the request may have followed another that waited in vain.
-            left = max(min(LEAST_TIME, self._setup.settings.read_timeout), load.until - self._now())
-            try:
-                self._port.acquire(
-                    request_id,
-                    load.reference,
-                    progressive=is_routers(load.reference),
-                    timeout=left,
-                    traceparent=load.traceparent,
-                    prompt=load.prompt,
-                )
-            except KvferryError as error:
-                self._refuse(request_id, error)
-            else:
-                self._sources.see(load.reference)
 
     def _led(self, request_id: str, *, found: bool = False) -> None:
         """Wake the followers of a request. `found`: its blocks were read and are in the prefix cache; if not, the first
@@ -457,7 +434,6 @@ class ConnectorScheduler:
         if load.follows:
             return
         self._led(request_id)
-        self._turns.end(request_id)
         if load.prefix is None:
             # Before `cancel`, with which the port forgets the publication.
             self._give_back(load)
@@ -468,11 +444,6 @@ class ConnectorScheduler:
         reader may still come."""
         if not isinstance(load.error, PromptMismatch) and not self._loads.any_of(load.reference):
             load.error = decline(self._port, load.reference, load.prompt) or load.error
-
-    def _refuse(self, request_id: str, error: KvferryError) -> None:
-        """Handle a request that will not be granted: the error is reported when vLLM has allocated blocks."""
-        self._turns.end(request_id)
-        self._loads[request_id].error = error
 
     def _read_ended(self, end: ReadEnd, metadata: StepMetadata) -> None:
         request_id = end.request_id

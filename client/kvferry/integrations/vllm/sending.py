@@ -1,4 +1,5 @@
-"""The requests of prefill in vLLM's scheduler: publishes them, and holds their blocks until the release."""
+"""The publications of vLLM's scheduler, requests of prefill and answers to questions: holds their blocks until the
+release."""
 
 from __future__ import annotations
 
@@ -9,17 +10,23 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from kvferry import Prompt, Publication, Release, ReleaseOutcome
+from kvferry import MissReason, Prompt, Publication, Question, Release, ReleaseOutcome
 from kvferry.engine import SchedulerPort
 from kvferry.errors import KvferryError, PromptMismatch, RouterKeyUsed
 from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.first_token import first_token_payload
 from kvferry.integrations.remembered import remember
-from kvferry.integrations.vllm.cached import PrefixCache
-from kvferry.integrations.vllm.holds import BlockHolds, ids_of
-from kvferry.integrations.vllm.outgoing import ComputedPart, OutgoingRequest, contents_of
-from kvferry.integrations.vllm.params import asks_to_publish, publish_reference, published_params, traceparent_of
-from kvferry.integrations.vllm.prompts import prompt_of, published_prompt, shorten
+from kvferry.integrations.vllm.cached import Hit, PrefixCache
+from kvferry.integrations.vllm.outgoing import BlockHolds, ComputedPart, OutgoingRequest, contents_of, ids_of
+from kvferry.integrations.vllm.requests import (
+    asks_to_publish,
+    prompt_of,
+    publish_reference,
+    published_params,
+    published_prompt,
+    shorten,
+    traceparent_of,
+)
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.values import StepsDone, Summed
 
@@ -49,6 +56,9 @@ class Sending:
     tokens. If publications hold so much memory that vLLM can compute nothing, the publication of a preempted request is
     withdrawn.
 
+    The blocks of an answer are held as a request would hold them. vLLM takes blocks for its prefix cache when it
+    schedules the step that computes them, so an answer is published when that step has ended on every rank.
+
     `sums` gets the published blocks that integrity mode sums; `count` adds to a count by its name, see `KvferryStats`.
     """
 
@@ -67,6 +77,8 @@ class Sending:
         self._count = count
         self._now = time.monotonic
         self._holds = BlockHolds(cache.pool)
+        self._answer_holds = BlockHolds(cache.pool)
+        """Those of answers, which have a share of the pool."""
         self._step = 0
         self._ranks = dict.fromkeys(range(setup.spec.num_ranks), StepsDone(0, 0))
         self._everywhere = StepsDone(0, 0)
@@ -93,11 +105,6 @@ class Sending:
     def holding(self) -> bool:
         return bool(self._published)
 
-    @property
-    def ended(self) -> int:
-        """The last step that has ended on every rank."""
-        return self._everywhere.ended
-
     def expect(self, request: Any) -> None:
         """Add an arrived request if it is to be published, and shorten its prompt if decode will compute the end of the
         prompt."""
@@ -109,9 +116,11 @@ class Sending:
             return
         if request.max_tokens == 1:
             shorten(request, self._setup.withheld)
-        outgoing = OutgoingRequest(request, reference, self.prompt(request), self._holds, self._step)
+        outgoing = OutgoingRequest(
+            str(request.request_id), request, reference, self.prompt(request), self._holds, self._step
+        )
         # The prompt of a session grows, and its last tokens are computed again.
-        outgoing.closed = not reference or bool(getattr(request, "resumable", False))
+        outgoing.closed = not reference or request.resumable
         # A sample may come when the first sample has ended.
         outgoing.follows = bool(reference) and (
             reference in self._used
@@ -124,6 +133,20 @@ class Sending:
         outgoing = self._requests.get(request.request_id)
         known = Prompt.unknown if outgoing is None else outgoing.prompt
         return known or prompt_of(request, names_inputs=self._setup.names_inputs)
+
+    def answer(self, question: Question, hit: Hit, most: int) -> bool:
+        """Hold the blocks that answer a question, and publish them as soon as they are computed; return False if
+        answers would hold more than `most` blocks."""
+        if self._answer_holds.with_more(ids_of(hit.blocks)) > most:
+            return False
+        name, holds = f"prefix-{question.number}", self._answer_holds
+        answer = OutgoingRequest(name, None, question.reference, question.prompt, holds, self._step)
+        answer.question, answer.computed_from = question, hit.computed_from
+        answer.hold(hit.blocks)
+        answer.parts.append(ComputedPart(self._step, hit.blocks))
+        self._unpublished[answer] = None
+        self.computed({})
+        return True
 
     def begin(self, scheduled: Mapping[str, int]) -> int:
         """Begin a step, with the number of computed tokens by request; return the step's number, from 1."""
@@ -146,9 +169,13 @@ class Sending:
         self._everywhere = StepsDone(min(done.computed for done in ranks), min(done.ended for done in ranks))
         for outgoing in list(self._unpublished):
             step = self._everywhere.computed if outgoing.finished else self._everywhere.ended
+            question = outgoing.question
+            if question is not None and not question.open:
+                self._forget_parts(outgoing)
             try:
                 while outgoing.parts and outgoing.parts[0].step <= step:
-                    self._publish(outgoing, outgoing.parts[0].blocks, last=outgoing.finished)
+                    last = outgoing.finished or question is not None
+                    self._publish(outgoing, outgoing.parts[0].blocks, last=last)
                     outgoing.parts.popleft()
             except KvferryError as error:
                 self._refused(outgoing, error)
@@ -171,13 +198,19 @@ class Sending:
                 logger.warning("request %r: blocks that are published could not be loaded", outgoing.request_id)
                 self._forget_parts(outgoing)
                 self._withdraw(outgoing)
+        for answer in [*self._unpublished, *self._published.values()]:
+            if answer.question is not None and bad & answer.computed_from:
+                if answer.publication is None:
+                    self._port.miss(answer.question, MissReason.NOT_CACHED)
+                self._forget_parts(answer)
+                self._withdraw(answer)
 
     def finish(self, request: Any, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
         """Publish an ended request, or the rest of it, if decode will read it. Return the ``kv_transfer_params`` for
         the router."""
         outgoing = self._requests.pop(request.request_id, None)
         if outgoing is None:
-            outgoing = OutgoingRequest(request, "", Prompt.unknown, self._holds, self._step)
+            outgoing = OutgoingRequest(str(request.request_id), request, "", Prompt.unknown, self._holds, self._step)
         self._forget_parts(outgoing)
         # The last token was only sampled: its KV cache is not computed yet.
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
@@ -204,6 +237,8 @@ class Sending:
                 self._forget_parts(outgoing)
                 outgoing.closed = outgoing.withdrawn = True
                 outgoing.free()
+                if outgoing.question is not None:
+                    continue
             wanted = release.outcome in (ReleaseOutcome.READ, ReleaseOutcome.DECLINED)
             if not wanted:
                 self._count("unread")
@@ -295,12 +330,12 @@ class Sending:
                 last=last,
                 payload=payload,
                 checksums=self._setup.sums,
-                traceparent=traceparent_of(outgoing.request),
+                traceparent="" if outgoing.request is None else traceparent_of(outgoing.request),
                 reference=outgoing.reference,
                 prompt=outgoing.prompt,
             )
-            self._count("published")
-            if outgoing.reference:
+            self._count("published" if outgoing.question is None else "prefixes_published")
+            if outgoing.reference and outgoing.question is None:
                 remember(self._used, outgoing.reference, None)
             self._published[publication.number] = outgoing
         if self._setup.sums and blocks:
@@ -309,7 +344,8 @@ class Sending:
 
     def _refused(self, outgoing: OutgoingRequest, error: KvferryError) -> None:
         """Handle an error of `_publish`. A publication is withdrawn, since nobody can read it any more."""
-        logger.warning("request %r could not be published: %s", outgoing.request_id, error)
+        level = logging.WARNING if outgoing.question is None else logging.INFO
+        logger.log(level, "request %r could not be published: %s", outgoing.request_id, error)
         self._forget_parts(outgoing)
         outgoing.closed = True
         # The reference of another publication must not be declined.
@@ -348,8 +384,8 @@ class Sending:
         """Withdraw a publication of a preempted request if nothing has been computed for long."""
         preempted = [
             outgoing
-            for outgoing in (self._published.values() if idle else ())
-            if outgoing.request is not None
+            for outgoing in (self._requests.values() if idle else ())
+            if outgoing.publication is not None
             and not outgoing.withdrawn
             and outgoing.request.status is RequestStatus.PREEMPTED
         ]
@@ -359,7 +395,7 @@ class Sending:
             self._idle_since = self._now()
         elif self._now() - self._idle_since > STUCK:
             self._idle_since = None
-            # The last that was published, because vLLM computes the others first.
+            # The last that came, because vLLM computes the others first.
             outgoing = preempted[-1]
             logger.warning(
                 "request %r was preempted, and the blocks that are published keep it from being computed again: its "

@@ -16,45 +16,32 @@ from kvferry.geometry.model import GroupKind
 from kvferry.integrations.identity import cache_identity
 from kvferry.integrations.vllm.groups import BlockTable, block_tables, readable, readable_later
 from kvferry.integrations.vllm.settings import ConnectorSettings, check_supported
-from kvferry.integrations.vllm.versions import lookahead_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Describes a vLLM engine for kvferry.
-
-    Attributes:
-        spec: the engine.
-        settings: the operator's settings.
-        caches_prefixes: whether vLLM keeps the blocks of requests for others with the same prefix.
-        tables: vLLM's block tables.
-        recomputed: tokens at the end of a prompt that decode computes itself.
-        rewritten: tokens at the end of the computed ones whose cache vLLM may write again in later steps: a drafter of
-            several modules reads tokens that the model has not seen.
-        tails: how to treat the memory behind the last token read. If kernels need cleared blocks, vLLM clears the
-            blocks that it allocates, except those that a connector fills.
-        serves: whether other engines read from this engine.
-        reads: whether this engine reads from others.
-        drains: whether vLLM finishes its work before it ends (``--shutdown-timeout``).
-        depth: number of steps that vLLM has under way at once; None: steps run together with other data-parallel ranks.
-        names_inputs: whether images and other inputs have names that are equal at another engine: hashes of their
-            content, or the client's own. vLLM numbers inputs if it caches neither prefixes nor processed inputs.
-        hash_algorithm: vLLM's name of the hash of its prefix cache.
-    """
+    """Describes a vLLM engine for kvferry."""
 
     spec: EngineSpec
     settings: ConnectorSettings
-    caches_prefixes: bool
+    caches_prefixes: bool  # whether vLLM keeps the blocks of requests for others with the same prefix
     tables: tuple[BlockTable, ...]
-    recomputed: int
+    recomputed: int  # tokens at the end of a prompt that decode computes itself
     rewritten: int
+    """Tokens at the end of the computed ones whose cache vLLM may write again in later steps: a drafter of several
+    modules reads tokens that the model has not seen."""
     tails: Tails
-    serves: bool
-    reads: bool
-    drains: bool
+    """How to treat the memory behind the last token read. If kernels need cleared blocks, vLLM clears the blocks that
+    it allocates, except those that a connector fills."""
+    serves: bool  # whether other engines read from this engine
+    reads: bool  # whether this engine reads from others
+    drains: bool  # whether vLLM finishes its work before it ends (``--shutdown-timeout``)
     depth: int | None
+    """Steps that vLLM has under way at once; None: steps run together with other data-parallel ranks."""
     names_inputs: bool
-    hash_algorithm: str
+    """Whether images and other inputs have names that are equal at another engine: hashes of their content, or the
+    client's own. vLLM numbers inputs if it caches neither prefixes nor processed inputs."""
+    hash_algorithm: str  # vLLM's name of the hash of its prefix cache
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> Setup:
@@ -69,18 +56,19 @@ class Setup:
         groups = tuple(table.group for table in tables)
         model, cache = vllm_config.model_config, vllm_config.cache_config
         identity = cache_identity(model.model, model, model.hf_config.to_dict(), cache.cache_dtype)
+        ahead = vllm_config.num_prefill_lookahead_tokens
         return cls(
             spec=EngineSpec(transfer.engine_id, groups, parallel.world_size, identity),
             settings=settings,
             caches_prefixes=bool(cache.enable_prefix_caching),
             tables=tables,
             # A drafter of several modules reads so many tokens ahead: decode must not take these from prefill.
-            recomputed=max(1, lookahead_tokens(vllm_config) - 1),
-            rewritten=max(0, lookahead_tokens(vllm_config) - 1),
+            recomputed=max(1, ahead - 1),
+            rewritten=max(0, ahead - 1),
             tails=Tails.ZERO if kv_cache_config.needs_kv_cache_zeroing else Tails.KEEP,
             serves=role != "decode",
             reads=role != "prefill",
-            drains=bool(getattr(vllm_config, "shutdown_timeout", 0)),
+            drains=bool(vllm_config.shutdown_timeout),
             depth=vllm_config.max_concurrent_batches if parallel.data_parallel_size == 1 else None,
             names_inputs=_names_inputs(vllm_config),
             hash_algorithm=cache.prefix_caching_hash_algo,

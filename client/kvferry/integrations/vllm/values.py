@@ -30,36 +30,21 @@ class Summed(NamedTuple):
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """The scheduler's message to every worker.
+    """The scheduler's message to every worker."""
 
-    Attributes:
-        step: number of the step, from 1.
-        token: the engine's token, until all workers have registered; then empty. Before, there are no orders for the
-            workers' ports.
-        warms: references of sources to connect to ahead of the first read.
-        starts: grants of the reads to start.
-        grant_steps: later steps of the grants' publications.
-        cancels: read_ids of the reads to cancel.
-        sums: blocks that integrity mode sums.
-        received: requests whose reads have ended, with or without an error.
-        lost: ids of the blocks of failed reads, in an engine of one group.
-        failed: requests whose reads have failed, in an engine of several groups.
-        waits: the engine computes nothing, and workers may wait for the ends of their reads.
-        asks: the scheduler waits for the end of a step to publish blocks.
-    """
-
-    step: int = 0
+    step: int = 0  # from 1
     token: str = field(default="", repr=False)
-    warms: list[str] = field(default_factory=list, repr=False)
-    starts: list[Grant] = field(default_factory=list)
-    grant_steps: list[GrantStep] = field(default_factory=list)
-    cancels: list[str] = field(default_factory=list)
-    sums: list[Summed] = field(default_factory=list)
-    received: set[str] = field(default_factory=set)
-    lost: set[int] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
-    waits: bool = False
-    asks: bool = False
+    """The engine's token, until all workers have registered; then empty. Before, there are no orders for the workers'
+    ports."""
+    starts: list[Grant] = field(default_factory=list)  # of the reads to start
+    grant_steps: list[GrantStep] = field(default_factory=list)  # later steps of the grants' publications
+    cancels: list[str] = field(default_factory=list)  # read_ids of the reads to cancel
+    sums: list[Summed] = field(default_factory=list)  # blocks that integrity mode sums
+    received: set[str] = field(default_factory=set)  # requests whose reads have ended, with or without an error
+    lost: set[int] = field(default_factory=set)  # ids of the blocks of failed reads, in an engine of one group
+    failed: set[str] = field(default_factory=set)  # requests whose reads have failed, in an engine of several groups
+    waits: bool = False  # the engine computes nothing, and workers may wait for the ends of their reads
+    asks: bool = False  # the scheduler waits for the end of a step to publish blocks
 
     def anon_repr(self) -> str:
         """Return the text that vLLM logs when an engine dies (``vllm/logging_utils/dump_input.py``). Without this
@@ -74,22 +59,14 @@ class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
     vLLM builds the message when a step is queued, and sends it with the step's output. By then the device has computed
     more, usually the step itself. So the message gets its rank's progress as late as possible: when it is pickled, or
     read in the same process.
-
-    Attributes:
-        outputs: outputs of the workers' ports.
-        registered: ranks whose caches are registered.
-        errors: messages of failed registrations, by rank.
-        rank: the sender.
-        now: returns the progress of the sender's device; None in a message that has arrived.
-        steps: the progress of each rank's device when its message was sent.
     """
 
-    outputs: list[WorkerOutput] = field(default_factory=list)
-    registered: set[int] = field(default_factory=set)
-    errors: dict[int, str] = field(default_factory=dict)
-    rank: int = 0
-    now: Callable[[], StepsDone] | None = None
-    steps: dict[int, StepsDone] = field(default_factory=dict)
+    outputs: list[WorkerOutput] = field(default_factory=list)  # of the workers' ports
+    registered: set[int] = field(default_factory=set)  # ranks whose caches are registered
+    errors: dict[int, str] = field(default_factory=dict)  # messages of failed registrations, by rank
+    rank: int = 0  # the sender
+    now: Callable[[], StepsDone] | None = None  # the sender's progress; None in a message that has arrived
+    steps: dict[int, StepsDone] = field(default_factory=dict)  # of each rank, when its message was sent
 
     def done(self) -> dict[int, StepsDone]:
         """Return the progress of each rank's device."""

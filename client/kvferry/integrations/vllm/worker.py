@@ -24,13 +24,6 @@ logger = logging.getLogger(__name__)
 AGAIN = 1.0
 """Shortest seconds until a failed announcement is repeated."""
 
-WARM_TIMEOUT = 10.0
-"""Seconds for a connection to a new source ahead of its first read."""
-
-MAX_WARMING = 16
-"""Simultaneous connections to new sources, each on a thread. Bounded, because the references of requests may name
-engines that do not exist."""
-
 AGENT_TIMEOUT = 120.0
 """Seconds for making the reading agents: pinning the memory of a large device takes a few seconds."""
 
@@ -58,7 +51,6 @@ class ConnectorWorker:
         self._waits = False
         self._asked = False
         """Whether the scheduler waits for the end of this step."""
-        self._warming: set[Future[tuple[int, ...]]] = set()
 
     def register(self, kv_caches: Mapping[str, Tensor], planes: Sequence[Plane]) -> None:
         """Register the caches of this rank with NIXL, and make its agents. Waits; raises `KvferryError`.
@@ -122,20 +114,6 @@ class ConnectorWorker:
         self._client.close()
 
     def _do(self, metadata: StepMetadata) -> None:
-        for reference in metadata.warms:
-            if len(self._warming) >= MAX_WARMING:
-                # The first read will connect to this source.
-                break
-            what = "a source is not connected to ahead of its first read"
-            try:
-                warming = self._port.warm(reference, timeout=WARM_TIMEOUT)
-            except KvferryError as error:
-                logger.info("%s: %s", what, error)
-                continue
-            self._warming.add(warming)
-            warming.add_done_callback(self._warming.discard)
-            # The read will meet the error, and report it.
-            warming.add_done_callback(partial(_log_error, logging.INFO, what))
         for grant in metadata.starts:
             try:
                 self._port.start(grant, tails=self._setup.tails)
@@ -160,7 +138,7 @@ class ConnectorWorker:
             what = f"publication {publication} was not summed"
             try:
                 summing = self._port.cache.checksum(publication, blocks, last=last)
-                summing.add_done_callback(partial(_log_error, logging.WARNING, what))
+                summing.add_done_callback(partial(_log_error, what))
             except KvferryError as error:
                 logger.warning("%s: %s", what, error)
 
@@ -186,8 +164,8 @@ class ConnectorWorker:
             self._news.registered.add(self._rank)
 
 
-def _log_error(level: int, what: str, ended: Future[Any]) -> None:
+def _log_error(what: str, ended: Future[Any]) -> None:
     """Log the error of a future, if it has one, behind the text `what`."""
     error = None if ended.cancelled() else ended.exception()
     if error is not None:
-        logger.log(level, "%s: %s", what, error)
+        logger.warning("%s: %s", what, error)

@@ -21,6 +21,5 @@ others take one to three such pairs. All end inside a block.
 | pages of the CPU's kernel | CPU | kernel | by head; equal pages and instruction set |
 | latent and rope | CPU; FlashMLA; all others | kernel; reference; source | |
 | 656 bytes of fp8, 352 of NVFP4 | sparse MLA | reference | |
-| indexer pages of fp8 | DeepSeek V3.2; on ROCm | port; kernel | ROCm by tiles of 16 tokens |
-| DeepSeek V4 pages, also of states of several tokens | DeepSeek V4 | port | compressor's rows: reference |
+| indexer pages of fp8 | DeepSeek V3.2, on CUDA | port | |
 """

@@ -20,7 +20,7 @@ from kvferry import EngineGeometry, Group, Interval, RankGeometry, plan_read
 from kvferry.errors import Incompatible, InvalidField
 from kvferry.geometry.tensors import Holding
 from kvferry.integrations.vllm.layouts.backends import BACKENDS, Proof, family_of, layer_planes
-from kvferry.integrations.vllm.layouts.layer import Layer, backend_of
+from kvferry.integrations.vllm.layouts.orders import Layer, backend_of
 from tests.support.vllm_versions import MISSING_BACKENDS, MISSING_MEMBERS
 
 NAME = "model.layers.0.self_attn.attn"
@@ -28,15 +28,19 @@ TRITON = "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
 REFUSED = {
     "CUSTOM",
     "CUTLASS_MSA",
+    "FLASHINFER_MLA_SPARSE_DSV4",
     "FLASHINFER_MLA_SPARSE_DSV41",
     "FLASHMLA_MEGA_ATTN_DSV41",
+    "FLASHMLA_SPARSE_DSV4",
     "FLASHMLA_SPARSE_DSV41",
     "MINIMAX_M3_SPARSE",
     "NO_ATTENTION",
+    "ROCM_FLASHMLA_SPARSE_DSV4",
     "TORCH_SDPA",
     "TRITON_MSA",
     "TURBOQUANT",
     "ULTRAQUANT",
+    "XPU_MLA_SPARSE",
 }
 """Members of vLLM's registry without a cache, or with a cache that has not been examined."""
 

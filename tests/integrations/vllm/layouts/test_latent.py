@@ -9,19 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.models.deepseek_v4.common.ops.cache_utils import quantize_and_insert_k_cache
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.attention.ops import rocm_aiter_mla_sparse as rocm
-from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec, SlidingWindowMLASpec
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-from kvferry import plan_read
-from kvferry.errors import Incompatible, InvalidField
+from kvferry.errors import InvalidField
 from kvferry.planner import Path
 from tests.integrations.vllm.layouts.worlds import LAYERS, Model, Rank, Shape, World, check_read
 
 MLA = "vllm.v1.attention.backends.mla"
-V4 = "vllm.models.deepseek_v4"
 LATENT, ROPE = 512, 64
 CONFIG = {"model_config": SimpleNamespace(hf_text_config=SimpleNamespace(kv_lora_rank=LATENT))}
 FEW = 37
@@ -105,68 +102,17 @@ def packed_spec(cache_dtype: str, width: int) -> Callable[[int, int], Any]:
     return spec
 
 
-def compressor_spec(block: int, heads: int) -> Any:
-    """As vLLM's `CompressorStateCache.get_kv_cache_spec` makes it."""
-    return SlidingWindowMLASpec(
-        block_size=block, num_kv_heads=1, head_size=96, dtype=torch.float32, sliding_window=8, alignment=512
-    )
-
-
 @pytest.mark.parametrize(
     ("backend", "spec"),
     [
         (f"{MLA}.flashmla.FlashMLABackend", latent_spec),
         (f"{MLA}.flashmla_sparse.FlashMLASparseBackend", packed_spec("fp8_ds_mla", 656)),
         (f"{MLA}.flashmla_sparse.FlashMLASparseBackend", packed_spec("nvfp4_ds_mla", 352)),
-        (f"{V4}.compressor.CompressorBackend", compressor_spec),
     ],
-    ids=["bfloat16", "fp8_ds_mla", "nvfp4_ds_mla", "compressor"],
+    ids=["bfloat16", "fp8_ds_mla", "nvfp4_ds_mla"],
 )
 def test_rows_of_tokens_move(backend: str, spec: Callable[[int, int], Any]) -> None:
-    pairs = PAIRS if spec(16, 1).page_size_padded is None else PAIRS[:1]
-    check_pairs(lambda: by_rows(backend, spec), pairs)
-
-
-def v4(states: int = 1) -> Model:
-    """DeepSeek V4's latent: a state stands for so many tokens."""
-
-    def spec(block: int, heads: int) -> Any:
-        common: dict[str, Any] = {
-            "block_size": block,
-            "num_kv_heads": 1,
-            "head_size": 512,
-            "dtype": torch.uint8,
-            "cache_dtype_str": "fp8_ds_mla",
-            "alignment": 576,
-            "model_version": "deepseek_v4",
-            "kv_quant_mode": KVQuantMode.FP8_PER_TENSOR,
-            "state_content_bytes": 584,
-        }
-        if states > 1:
-            return MLAAttentionSpec(**common, tokens_per_state=states)
-        return SlidingWindowMLASpec(**common, sliding_window=128)
-
-    def write(rank: Rank, layer: str, slots: torch.Tensor) -> None:
-        target = rank.caches[layer].squeeze(1)
-        page = target.shape[1]
-        # The states that are complete: each is written with its last token.
-        of_states = slots[states - 1 :: states] // states
-        content = rows(layer, 512)[: len(of_states)].contiguous()
-        quantize_and_insert_k_cache(content, target, of_states, block_size=page)
-
-    backend = (
-        f"{MLA}.sparse_swa.DeepseekSparseSWABackend" if states == 1 else f"{V4}.sparse_mla.DeepseekV4FlashMLABackend"
-    )
-    tokens = 19 if states == 1 else FEW // states * states
-    return Model(backend, 0, spec, write, tokens=tokens, layers=LAYERS[:1])
-
-
-def test_v4_pages_are_rows_then_scales() -> None:
-    check_pairs(v4, ((Shape(1, 16, "BLHNC"), Shape(2, 32, "BLHNC")), (Shape(2, 32, "LBHNC"), Shape(1, 16, "BLHNC"))))
-
-
-def test_v4_states_of_several_tokens_move() -> None:
-    check_pairs(lambda: v4(4), ((Shape(1, 16, "BLHNC"), Shape(2, 32, "BLHNC")), (Shape(2, 32), Shape(1, 16))))
+    check_pairs(lambda: by_rows(backend, spec))
 
 
 def index_spec(width: int) -> Callable[[int, int], Any]:
@@ -197,33 +143,10 @@ def indexer() -> Model:
     return Model(f"{MLA}.indexer.DeepseekV32IndexerBackend", 0, index_spec(132), write, tokens=FEW, layers=LAYERS[:1])
 
 
-def rocm_indexer() -> Model:
-    """The indexer of DeepSeek V3.2 on ROCm."""
-
-    def write(rank: Rank, layer: str, slots: torch.Tensor) -> None:
-        rocm.indexer_k_quant_and_cache_triton(rows(layer, 128), rank.caches[layer].squeeze(1), slots, 128, "ue8m0")
-
-    return Model(f"{MLA}.indexer.DeepseekV32IndexerBackend", 0, index_spec(132), write, tokens=FEW, layers=LAYERS[:1])
-
-
 def test_indexer_pages_are_keys_then_scales() -> None:
     check_pairs(
         indexer, ((Shape(1, 16, "LBHNC"), Shape(2, 32, "BLHNC")), (Shape(2, 32), Shape(1, 48, kernel_block=16)))
     )
-
-
-def test_keys_on_rocm_move_by_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(current_platform), "is_rocm", lambda platform: True)
-    for source, destination in ((Shape(1, 16), Shape(2, 32, "BLHNC")), (Shape(2, 32), Shape(1, 16))):
-        check_read(World("p", rocm_indexer(), source), World("d", rocm_indexer(), destination), whole=True)
-
-
-def test_tiles_of_rocm_are_not_read_as_keys_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = World("p", indexer(), Shape())
-    monkeypatch.setattr(type(current_platform), "is_rocm", lambda platform: True)
-    destination = World("d", rocm_indexer(), Shape())
-    with pytest.raises(Incompatible, match="vllm-indexer-tiles-16"):
-        plan_read(source.geometry, destination.geometry, 0)
 
 
 def test_keys_of_an_unknown_width_are_refused() -> None:

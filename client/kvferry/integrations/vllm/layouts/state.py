@@ -23,8 +23,7 @@ from vllm.utils.torch_utils import get_dtype_size
 from kvferry.errors import BadGeometry, InvalidField
 from kvferry.geometry.plane import Interval, Plane
 from kvferry.geometry.tensors import Part, TensorView, planes_of_tensor, view_of
-from kvferry.integrations.vllm import versions
-from kvferry.integrations.vllm.layouts.layer import Layer
+from kvferry.integrations.vllm.layouts.orders import Layer
 
 _GROUP_COUNTS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
 """Names of the number of Mamba-2's groups in configurations of models."""
@@ -34,14 +33,10 @@ def state_planes(layer: Layer) -> tuple[Plane, ...]:
     """Return the planes of a layer with a recurrent state.
 
     Raises:
-        InvalidField: a kind of state whose parts are not known, or that is wrong with this version of vLLM.
+        InvalidField: a kind of state whose parts are not known.
         BadGeometry: the tensor contradicts the spec.
     """
     kind, states = layer.spec.mamba_type.name, _states(layer)
-    if kind in versions.UNPROVEN_STATES:
-        raise InvalidField(
-            f"state of {layer.name}", kind, "vLLM 0.31 or newer: with this one, decode was seen to differ"
-        )
     if kind in ("MAMBA1", "MAMBA2", "GDN_ATTN") and len(states) == 2:
         return _convolution(layer, states[0]) + _by_head(layer, states[1])
     if kind == "SHORT_CONV" and len(states) == 1:
