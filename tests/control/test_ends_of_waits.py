@@ -11,7 +11,7 @@ import pytest
 
 from kvferry import Blocks, Client, EngineSession, EngineSpec, Group, IntegrityOptions
 from kvferry._control.connection import Control
-from kvferry._control.publication_sender import Message
+from kvferry._control.publication_sender import Unanswered
 from kvferry._loop import Loop
 from kvferry.errors import Closed
 from kvferry.testing import Fabric
@@ -32,7 +32,7 @@ def kept() -> int:
     """How many messages of publications are kept somewhere."""
     gc.collect()
     # Not by isinstance, which asks objects of others, such as torch's, for their class.
-    return sum(type(found) is Message for found in gc.get_objects())
+    return sum(type(found) is Unanswered for found in gc.get_objects())
 
 
 def test_nothing_is_kept_of_what_was_published_until_its_timeout() -> None:

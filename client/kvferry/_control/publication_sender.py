@@ -55,7 +55,7 @@ class Publisher(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Message:
+class Unanswered:
     """A step of a publication, or its abort, that the home has not answered yet.
 
     Attributes:
@@ -99,7 +99,7 @@ class PublicationSender:
         self._news = Signal(loop)
         self._runs = False
         self._task: asyncio.Task[None] | None = None
-        self._messages: dict[int, deque[Message]] = {}
+        self._messages: dict[int, deque[Unanswered]] = {}
         """Messages of each publication, in order. The first one is the next to be sent."""
         self._ready: deque[int] = deque()
         """Publications whose first message can be sent, in order."""
@@ -119,14 +119,14 @@ class PublicationSender:
         *,
         awaited: bool = False,
         not_published: bool = False,
-    ) -> Message:
+    ) -> Unanswered:
         """Queue a step of a publication; None: its abort. It is sent again for as long as the home would hold the
         publication. If it is `awaited`, call `wait` for the home's answer."""
         if publication.number not in self._messages:
             self._messages[publication.number] = deque()
             self._ready.append(publication.number)
         until, answer = self._loop.now() + self._session.patience, Future[None]() if awaited else None
-        message = Message(publication, step, until, answer, not_published=not_published)
+        message = Unanswered(publication, step, until, answer, not_published=not_published)
         self._messages[publication.number].append(message)
         if self._runs:
             self._news.set()
@@ -134,7 +134,7 @@ class PublicationSender:
             self._runs = self._loop.call(self._begin)
         return message
 
-    def wait(self, message: Message, timeout: float | None) -> None:
+    def wait(self, message: Unanswered, timeout: float | None) -> None:
         """Wait on a caller's thread, without the lock, at most `timeout` seconds for the home's answer, and raise its
         error. A publication that has no answer by then is given up. None: the caller does not wait."""
         answer = message.answer
@@ -184,7 +184,7 @@ class PublicationSender:
             await self._news.wait(wake_at)
         return waits
 
-    def _next(self) -> tuple[list[Message], float | None]:
+    def _next(self) -> tuple[list[Unanswered], float | None]:
         """Return the messages for the next call, or when the call may be made; None: no message waits. Called with the
         lock held."""
         time = self._loop.now()
@@ -200,7 +200,7 @@ class PublicationSender:
         wake_at += [self._pause_until] if paused and self._ready else []
         return [], min(wake_at, default=None)
 
-    def _first(self) -> list[Message]:
+    def _first(self) -> list[Unanswered]:
         """Return the messages for the next call: the first one of each publication, then their next steps. Called with
         the lock held."""
         waiting = [self._messages[number] for number in islice(self._ready, BATCH)]
@@ -212,7 +212,7 @@ class PublicationSender:
                 break
         return found
 
-    async def _send(self, messages: list[Message]) -> None:
+    async def _send(self, messages: list[Unanswered]) -> None:
         notifications = [message.notification() for message in messages]
         errors, failure = await self._session.attempt(notifications, CALL_TIMEOUT)
         time = self._loop.now()
@@ -230,7 +230,7 @@ class PublicationSender:
         ]
         self._judge(waits[0] if waits else None, time)
         # Messages that did not fit into the call stay where they are.
-        sent: dict[int, list[tuple[Message, KvferryError | None]]] = {}
+        sent: dict[int, list[tuple[Unanswered, KvferryError | None]]] = {}
         for message, error in zip(messages, errors, strict=False):
             sent.setdefault(message.publication.number, []).append((message, error))
         for number, answers in sent.items():
@@ -275,7 +275,7 @@ class PublicationSender:
         if time >= self._failing_since + SILENCE:
             self._session.complain(waits)
 
-    def _hopeless(self, message: Message, again_at: float, error: KvferryError) -> KvferryError | None:
+    def _hopeless(self, message: Unanswered, again_at: float, error: KvferryError) -> KvferryError | None:
         """Return why a message is not sent again; None: send it again. Called with the lock held."""
         number, engine_id = message.publication.number, self._session.spec.engine_id
         aborts = [behind for behind in self._messages[number] if behind.step is None and behind is not message]
@@ -290,7 +290,7 @@ class PublicationSender:
         final.__cause__ = error
         return final
 
-    def _warn(self, message: Message, error: KvferryError | None) -> None:
+    def _warn(self, message: Unanswered, error: KvferryError | None) -> None:
         """Warn that a message was given up: while the home is away, only of the first such message."""
         told = message.answer is not None or isinstance(error, PublicationAborted)
         if told or (isinstance(error, NotPublished) and self._given_up > 1):
@@ -314,10 +314,10 @@ class PublicationSender:
         waiting.clear()
         # The publication stays pinned until the home releases it, also if the home has nothing of it.
         until, given_up = self._loop.now() + self._session.patience, not isinstance(error, PublicationAborted)
-        waiting.append(Message(first.publication, None, until, not_published=given_up))
+        waiting.append(Unanswered(first.publication, None, until, not_published=given_up))
 
 
-def _goes_along(messages: Sequence[Message], index: int) -> bool:
+def _goes_along(messages: Sequence[Unanswered], index: int) -> bool:
     """Whether a message of a publication goes in the same call as those before it. An abort does not: a home would take
     the abort although it did not take the steps before, which are then sent again."""
     return len(messages) > index and not messages[0].sent and None not in (messages[0].step, messages[index].step)

@@ -120,14 +120,19 @@ class CacheReads(LeasedReads[OwnRead]):
             read.share.extend()
 
     def on_refused(self, read: OwnRead) -> None:
-        self._forget(read)
+        self.on_ended(read)
 
     def on_stop(self, read: OwnRead) -> None:
         if read.share is not None:
             self._shares.cancel(read.share)
 
     def on_ended(self, read: OwnRead) -> None:
-        self._forget(read)
+        if isinstance(read.error, (PeerRestarted, EngineUnknown)):
+            home, reference = read.request.home, read.request.reference
+            source = (home.address, reference.engine_id, reference.incarnation)
+            self._loop.call(partial(self._sources.gone, source))
+        self._running.discard(read)
+        settle(read.ended, read.error or _result(read))
 
     def _end_cancelled(self, read: OwnRead) -> None:
         error = TransferCancelled(f"read {read.read_id} was cancelled", read_id=read.read_id)
@@ -143,14 +148,6 @@ class CacheReads(LeasedReads[OwnRead]):
     def _share_quiet(self, read: OwnRead, _: RankRead) -> None:
         with self.lock:
             self.share_quiet(read, self._rank)
-
-    def _forget(self, read: OwnRead) -> None:
-        if isinstance(read.error, (PeerRestarted, EngineUnknown)):
-            home, reference = read.request.home, read.request.reference
-            source = (home.address, reference.engine_id, reference.incarnation)
-            self._loop.call(partial(self._sources.gone, source))
-        self._running.discard(read)
-        settle(read.ended, read.error or _result(read))
 
 
 def _order(read: OwnRead, acquired: Acquired) -> RankOrder:
