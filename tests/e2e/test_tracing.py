@@ -262,12 +262,36 @@ def test_engines_that_instrument_all_of_grpc_still_read(recorded: Recorded, tmp_
         "127.0.0.1:4318",
         "ftp://a/b",
         "http://",
+        "http://user:secret@host/v1/traces",
+        "http://[a",
+        "http://host/v1/traces?api-key=secret",
     ],
 )
-def test_an_endpoint_that_cannot_be_used_is_refused(url: str) -> None:
+def test_an_endpoint_that_cannot_be_used_is_refused_and_shows_no_password(url: str) -> None:
     done = refused("--trace-endpoint", url)
     assert done.returncode == 2
     assert "trace_endpoint" in done.stderr
+    assert "secret" not in done.stderr
+
+
+def test_a_token_that_opentelemetry_cannot_parse_is_not_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A colon instead of an equals sign, as in HTTP: OpenTelemetry's own warning shows the whole header."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "Authorization: Bearer secret")
+    flags = ["--trace-endpoint", "http://127.0.0.1:9/v1/traces", "--drain", "0"]
+    with Kvferryd("--unix", str(tmp_path / "node.sock"), "--listen", "", *flags) as server:
+        server.signal()
+        assert server.wait() == 0
+        assert "OTEL_EXPORTER_OTLP_HEADERS is not NAME=VALUE" in server.log
+        assert "secret" not in server.log
+
+
+def test_contradicting_variables_of_opentelemetry_are_named_in_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "10")
+    done = refused("--trace-endpoint", "http://127.0.0.1:9/v1/traces")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "max_queue_size" in done.stderr
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import socket
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
@@ -152,8 +153,9 @@ class NodeConfig(BaseModel):
             raise InvalidField(
                 "tls_ca", None, "a file, because policy is given: only client certificates have identities"
             )
-        if self.trace_endpoint and not re.match("https?://[^/]", self.trace_endpoint):
-            raise InvalidField("trace_endpoint", shown(self.trace_endpoint), "http://host[:port]/path")
+        if self.trace_endpoint and not _is_endpoint(self.trace_endpoint):
+            expected = "http://host[:port]/path, without a password and a query: OTEL_EXPORTER_OTLP_HEADERS takes keys"
+            raise InvalidField("trace_endpoint", shown(self.trace_endpoint), expected)
         if not self.listen and not self.unix:
             raise InvalidField("listen", "", "a TCP address, unless unix has a path: both are empty")
         self._check_exposure()
@@ -281,6 +283,16 @@ def _tcp_address(name: str, value: str, expected: str) -> Address | None:
     if address.is_unix:
         raise InvalidField(name, value, expected)
     return address
+
+
+def _is_endpoint(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return False
+    # OpenTelemetry logs the query, in which collectors take their keys, with each attempt that fails.
+    plain = "@" not in parts.netloc and "?" not in url
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and plain
 
 
 def shown(value: object) -> object:

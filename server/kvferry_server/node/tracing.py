@@ -10,6 +10,7 @@ background thread sends them: neither a slow collector nor a flood of traced cal
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -27,11 +28,17 @@ Traced: TypeAlias = Callable[[str, Behaviour], Behaviour]
 CLOSE_TIMEOUT = 2.0  # Seconds for sending the last spans when the server stops
 
 
+def _without_headers(record: logging.LogRecord) -> bool:
+    """OpenTelemetry's warning about a header that it cannot parse shows the header, which mostly is a token."""
+    record.msg, record.args = "a header in OTEL_EXPORTER_OTLP_HEADERS is not NAME=VALUE, and is not sent", ()
+    return True
+
+
 class Tracing:
     """Records the calls of a node server and sends them to an OpenTelemetry collector (OTLP over HTTP). Headers,
     sampling and the service's name come from the environment, as OpenTelemetry defines (``OTEL_…``).
 
-    Raises `InvalidField` if a package is missing.
+    Raises `InvalidField` if a package is missing, or if OpenTelemetry's variables contradict each other.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -43,9 +50,15 @@ class Tracing:
         except ModuleNotFoundError as error:
             needed = f"the package of {error.name}, from: pip install 'kvferry[otel-server]'"
             raise InvalidField("trace_endpoint", endpoint, needed) from None
+        logging.getLogger("opentelemetry.util.re").addFilter(_without_headers)
         named = {} if "OTEL_SERVICE_NAME" in os.environ else {"service.name": "kvferryd"}
         self._provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+        try:
+            self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+        except ValueError as error:
+            raise InvalidField(
+                "trace_endpoint", endpoint, f"variables OTEL_... that fit each other ({error})"
+            ) from None
         self._tracer = self._provider.get_tracer("kvferryd", kvferry.__version__)
 
     def traced(self, method: str, behaviour: Behaviour) -> Behaviour:
