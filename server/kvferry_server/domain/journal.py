@@ -174,9 +174,7 @@ class Journal:
         "kvferry_router_waits", "Reads that wait for a publication under a router's own reference, without a lease."
     )
     questions: Counter[QuestionOutcome] = counter(
-        "kvferry_questions",
-        "Questions for the beginning of a prompt that have ended.",
-        outcome=tuple(QuestionOutcome),
+        "kvferry_questions", "Questions for the beginning of a prompt that have ended.", outcome=tuple(QuestionOutcome)
     )
     granted: int = counter("kvferry_leases_granted", "Leases granted, and reads validated without one.")
     ended: Counter[LeaseState] = counter(
@@ -319,11 +317,7 @@ class Journal:
         self.events.refusal(f"Notify.{kind}", reason, values, {"sender_id": sender.engine_id if sender else None})
 
     def _write(
-        self,
-        level: int,
-        event: str,
-        of: EngineRef | PublicationRecord | Question | Lease | None,
-        **fields: object,
+        self, level: int, event: str, of: EngineRef | PublicationRecord | Question | Lease | None, **fields: object
     ) -> None:
         if self.events.writes(level):
             self.events.write(level, event, {**_named(of), **fields})

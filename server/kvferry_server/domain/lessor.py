@@ -14,12 +14,7 @@ from kvferry.errors import BadReference, LeaseEnded, PublicationAborted, ServerD
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.limits import check_budget, check_limit
-from kvferry_server.domain.publications import (
-    PUBLICATION_BYTES,
-    Lease,
-    PublicationRecord,
-    PublicationStage,
-)
+from kvferry_server.domain.publications import PUBLICATION_BYTES, Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.records import Records
 from kvferry_server.domain.values import (
     NOBODY,

@@ -3,6 +3,7 @@ found. From then on its number is used, as with its own reference."""
 
 from __future__ import annotations
 
+import hmac
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
@@ -149,7 +150,7 @@ class Routing:
                 ended = QuestionOutcome.UNANSWERED if not_published else QuestionOutcome.WITHDRAWN
                 self._records.end_question(question, ended)
                 return True
-            known = known or any(read.router_key == wanted for read in self._records.waiting(source))
+            known = known or any(_same(read.router_key, wanted) for read in self._records.waiting(source))
             not_here.append(engine)
         if not known:
             return False
@@ -158,6 +159,10 @@ class Routing:
             engine.router_keys.decline(wanted, holder, now, until, not_published=not_published)
             self._records.wake(wanted.name)
         return True
+
+
+def _same(one: RouterKey, other: RouterKey) -> bool:
+    return one.name == other.name and hmac.compare_digest(one.key, other.key)
 
 
 def unless_all_refuse(asked: Iterable[Asked], call: Callable[[Asked], Answer]) -> list[Answer]:
