@@ -5,6 +5,7 @@ A page token names the last entry of the page before, so a listing may change be
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -149,6 +150,7 @@ class Introspection(IntrospectionServicer):
         host = remote_host(context)
         source = await self._geometry("source", request.source_engine_id, request, host)
         destination = await self._geometry("destination", request.destination_engine_id, request, host)
+        caller_left = threading.Event()
 
         def answer() -> ipb.PlanReadResponse:
             until = time.monotonic() + PLAN_SECONDS
@@ -159,7 +161,7 @@ class Introspection(IntrospectionServicer):
             response = ipb.PlanReadResponse(home_epoch=self._home.epoch)
             size = 0
             for index, rank in enumerate(ranks):
-                if response.ranks and time.monotonic() > until:
+                if caller_left.is_set() or (response.ranks and time.monotonic() > until):
                     response.left_ranks.extend(ranks[index:])
                     break
                 plan = plan_to_proto(plan_read(read_from, read_into, rank))
@@ -173,7 +175,11 @@ class Introspection(IntrospectionServicer):
                 response.ranks.append(plan)
             return response
 
-        return await self._planner.run(host, answer)
+        try:
+            return await self._planner.run(host, answer)
+        finally:
+            # A thread cannot be cancelled, so it checks between ranks whether the call still waits.
+            caller_left.set()
 
     async def _geometry(
         self, side: str, engine_id: str, request: ipb.PlanReadRequest, host: str
