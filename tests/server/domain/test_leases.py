@@ -18,10 +18,11 @@ from kvferry.errors import (
     WrongIdentity,
     WrongKey,
 )
+from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Limits
 from kvferry_server.domain.publications import PublicationStage
 from kvferry_server.domain.times import Times
-from kvferry_server.domain.values import LeaseState, RankOutcome, RevokeReason, Verdict
+from kvferry_server.domain.values import LeaseState, RankOutcome, RevokeReason
 from tests.support.parties import SECRETS, TIMES, D, E, P, Scene, ask, done, key, read_id
 
 
@@ -37,7 +38,7 @@ def test_lease_lasts_exactly_its_ttl(scene: Scene) -> None:
     assert scene.renew(lease) > 0
     scene.clock.pass_by(TIMES.ttl)
     # No timer has fired; the answer is right all the same.
-    assert scene.report(lease, 0).verdict == Verdict.EXPIRED
+    assert scene.report(lease, 0).verdict == pb.VERDICT_EXPIRED
     assert lease.state is LeaseState.EXPIRED
 
 
@@ -152,7 +153,7 @@ def test_lease_is_not_shortened_by_the_end_of_its_source(scene: Scene, gone: boo
     scene.wait(5)
     assert scene.renew(lease) == expires - scene.clock.time
     assert lease.revoked is RevokeReason.SOURCE_LOST
-    assert scene.report(lease, 0).verdict == Verdict.VALID
+    assert scene.report(lease, 0).verdict == pb.VERDICT_VALID
 
 
 def test_lease_and_publication_outlast_a_lost_rank(scene: Scene) -> None:
@@ -164,7 +165,7 @@ def test_lease_and_publication_outlast_a_lost_rank(scene: Scene) -> None:
     assert scene.renew(lease) == expires - scene.clock.time
     assert lease.revoked is RevokeReason.SOURCE_LOST
     assert publication.stage is PublicationStage.PUBLISHED
-    assert scene.report(lease, 0).verdict == Verdict.VALID
+    assert scene.report(lease, 0).verdict == pb.VERDICT_VALID
 
 
 def test_renewals_after_a_rank_was_lost_are_revoked_except_for_waiting_readers(scene: Scene) -> None:
@@ -204,7 +205,7 @@ def test_a_draining_home_answers_renewals_and_takes_reports_and_grants_nothing(s
         scene.grant(reader=E)
     with pytest.raises(ServerDraining):
         scene.publish(2)
-    assert scene.report(lease, 0).verdict == Verdict.VALID
+    assert scene.report(lease, 0).verdict == pb.VERDICT_VALID
 
 
 def test_a_read_may_come_before_its_publication(scene: Scene) -> None:
@@ -264,7 +265,7 @@ def test_reports_are_a_set_by_rank(scene: Scene) -> None:
     assert scene.report(lease, 1).reported == 2
     assert lease.live
     last = scene.report(lease, 2)
-    assert (last.reported, last.complete, last.verdict) == (3, True, Verdict.VALID)
+    assert (last.reported, last.complete, last.verdict) == (3, True, pb.VERDICT_VALID)
     assert lease.state is LeaseState.VALID
 
 
@@ -291,12 +292,12 @@ def test_reports_come_from_at_most_as_many_ranks_as_a_read_has_participants(scen
 def test_report_of_a_rank_that_is_too_late_is_answered_expired(scene: Scene) -> None:
     publication = scene.publish()
     lease = scene.grant(parties=2)
-    assert scene.report(lease, 0).verdict == Verdict.VALID
+    assert scene.report(lease, 0).verdict == pb.VERDICT_VALID
     scene.wait(TIMES.ttl)
-    assert scene.report(lease, 1).verdict == Verdict.EXPIRED
+    assert scene.report(lease, 1).verdict == pb.VERDICT_EXPIRED
     # Replays get the same answers.
-    assert scene.report(lease, 0).verdict == Verdict.VALID
-    assert scene.report(lease, 0, 1).verdict == Verdict.EXPIRED
+    assert scene.report(lease, 0).verdict == pb.VERDICT_VALID
+    assert scene.report(lease, 0, 1).verdict == pb.VERDICT_EXPIRED
     assert publication.valid_reads == 0
 
 
@@ -307,21 +308,21 @@ def test_a_rank_that_has_read_again_after_it_had_failed_gets_no_verdict_of_befor
     scene.report(lease, 0, outcome=RankOutcome.CANCELLED)
     scene.report(lease, 1)
     assert lease.state is LeaseState.FAILED
-    assert scene.report(lease, 0).verdict == Verdict.EXPIRED
-    assert scene.report(lease, 0, outcome=RankOutcome.CANCELLED).verdict == Verdict.VALID
-    assert scene.report(lease, 1).verdict == Verdict.VALID
+    assert scene.report(lease, 0).verdict == pb.VERDICT_EXPIRED
+    assert scene.report(lease, 0, outcome=RankOutcome.CANCELLED).verdict == pb.VERDICT_VALID
+    assert scene.report(lease, 1).verdict == pb.VERDICT_VALID
 
 
 def test_outcomes_are_kept_for_two_max_ttl_and_replayed_unchanged(scene: Scene) -> None:
     scene.publish()
     lease = scene.grant()
-    assert scene.report(lease, 0).verdict == Verdict.VALID
+    assert scene.report(lease, 0).verdict == pb.VERDICT_VALID
     scene.sources.acknowledge(P, [1])
     scene.wait(2 * TIMES.max_ttl - 1)
-    assert scene.report(lease, 0).verdict == Verdict.VALID
+    assert scene.report(lease, 0).verdict == pb.VERDICT_VALID
     scene.wait(1)
     # There is no record of the lease; but it has ended, since this home was up before the grant.
-    assert scene.report(lease, 0).verdict == Verdict.EXPIRED
+    assert scene.report(lease, 0).verdict == pb.VERDICT_EXPIRED
     assert not list(scene.records.leases())
 
 
@@ -330,15 +331,15 @@ def test_a_lease_without_a_record_has_ended_unless_the_home_has_just_started(
 ) -> None:
     """A reader whose machine was paused for long, and its clock with it, believes that its lease is live."""
     scene.wait(TIMES.max_ttl - 0.1)
-    assert scene.lessor.report(b"?" * 16, D, done(0)).verdict == Verdict.UNKNOWN
+    assert scene.lessor.report(b"?" * 16, D, done(0)).verdict == pb.VERDICT_UNKNOWN
     scene.wait(0.1)
-    assert scene.lessor.report(b"?" * 16, D, done(0)).verdict == Verdict.EXPIRED
+    assert scene.lessor.report(b"?" * 16, D, done(0)).verdict == pb.VERDICT_EXPIRED
 
 
 def test_lease_accepts_calls_of_its_reader_only(scene: Scene) -> None:
     scene.publish()
     lease = scene.grant()
-    assert scene.lessor.report(lease.lease_id, E, []).verdict == Verdict.UNKNOWN
+    assert scene.lessor.report(lease.lease_id, E, []).verdict == pb.VERDICT_UNKNOWN
     scene.lessor.cancel(lease.lease_id, E)
     with pytest.raises(LeaseEnded):
         scene.lessor.renew(lease.lease_id, E)
@@ -353,7 +354,7 @@ def test_cancel_ends_the_lease_at_once_and_is_idempotent(scene: Scene) -> None:
     scene.lessor.cancel(b"?" * 16, D)
     assert lease.state is LeaseState.CANCELLED
     assert not publication.leases
-    assert scene.report(lease, 0).verdict == Verdict.EXPIRED
+    assert scene.report(lease, 0).verdict == pb.VERDICT_EXPIRED
 
 
 @pytest.mark.parametrize("end", ["failure", "cancel", "death"])
@@ -459,7 +460,7 @@ def test_lease_under_mutual_tls_accepts_only_the_certificate_that_acquired_it(sc
     # Another node's certificate of the same engine shares a name; a UNIX socket has none.
     assert scene.grant(names=frozenset({b"node-3", b"decode"})) is lease
     assert scene.renew(lease) == TIMES.ttl
-    assert scene.report(lease, 0).verdict == Verdict.VALID
+    assert scene.report(lease, 0).verdict == pb.VERDICT_VALID
 
 
 def test_leases_that_are_due_count_as_ended_before_the_timer_reaches_them() -> None:
@@ -474,7 +475,7 @@ def test_leases_that_are_due_count_as_ended_before_the_timer_reaches_them() -> N
     assert alone.live
     assert scene.records.deadlines.next_deadline() <= scene.clock.now()
     # The lease has ended exactly at its time, although no timer has acted on it.
-    assert scene.report(alone, 0).verdict == Verdict.EXPIRED
+    assert scene.report(alone, 0).verdict == pb.VERDICT_EXPIRED
     assert scene.renew(leases[-1]) == 0
     with pytest.raises(LeaseEnded):
         scene.grant(1, name=str(5 * MAX_ENDED_AT_ONCE - 1))

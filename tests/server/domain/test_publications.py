@@ -29,7 +29,6 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain import publications
 from kvferry_server.domain.limits import MAX_SKIPPED, Limits
 from kvferry_server.domain.publications import PUBLICATION_BYTES, PublicationStage
-from kvferry_server.domain.values import Verdict
 from tests.support.parties import (
     FULL,
     P2,
@@ -124,7 +123,7 @@ def test_decline_releases_at_once_or_with_the_last_live_lease(scene: Scene) -> N
         scene.grant(2, reader=E)
     assert scene.renew(lease) == TIMES.ttl
     assert not scene.told()
-    assert scene.report(lease, 0).verdict == Verdict.VALID
+    assert scene.report(lease, 0).verdict == pb.VERDICT_VALID
     assert scene.told() == [(2, ReleaseOutcome.DECLINED)]
 
 
@@ -543,7 +542,7 @@ def test_a_read_without_a_lease_counts_only_once_the_snapshot_has_named_its_publ
     scene.sources.end_snapshot(P, 2)
     with pytest.raises(PublicationAborted):
         scene.lessor.validate(ask(1), digest, done(0))
-    assert scene.lessor.validate(ask(2), digest, done(0)).verdict == Verdict.VALID
+    assert scene.lessor.validate(ask(2), digest, done(0)).verdict == pb.VERDICT_VALID
 
 
 def test_a_read_without_a_lease_of_what_was_given_up_meanwhile_is_told_so() -> None:
@@ -698,7 +697,7 @@ def test_forgotten_source_that_comes_back_under_a_live_lease_gets_its_release() 
     scene.wait(3)
     assert scene.engine.gone
     scene.open(P)
-    assert scene.report(lease, 0).verdict == Verdict.VALID
+    assert scene.report(lease, 0).verdict == pb.VERDICT_VALID
     assert [publication.number for publication in scene.records.released(P)] == [1]
 
 
@@ -715,7 +714,7 @@ def test_releases_of_a_replaced_incarnation_are_not_sent(scene: Scene) -> None:
     scene.open(P2)
     assert scene.registry.reuse_after(P2) == lease.remaining(scene.clock.now())
     assert [publication.number for publication in arrived(scene.records)] == [3]
-    assert scene.report(lease, 0).verdict == Verdict.VALID
+    assert scene.report(lease, 0).verdict == pb.VERDICT_VALID
     assert not arrived(scene.records)
     assert not scene.told()
     assert scene.registry.reuse_after(P2) == 0

@@ -12,13 +12,14 @@ import pytest
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import KvferryError, LimitReached, PublicationStale
 from kvferry.geometry.blocks import BlockRuns
+from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine import Process, Role
 from kvferry_server.domain.limits import Budget, Limits, MemoryBudget
 from kvferry_server.domain.publications import Lease
 from kvferry_server.domain.records import Records
 from kvferry_server.domain.registry import Registry
 from kvferry_server.domain.sources import Sources
-from kvferry_server.domain.values import EngineRef, Verdict
+from kvferry_server.domain.values import EngineRef
 from kvferry_server.home.home import Home
 from tests.support.parties import (
     GROUPS,
@@ -229,7 +230,7 @@ def test_lease_has_the_memory_of_all_its_reports_from_the_start() -> None:
     scene.publish(1)
     flood(lambda number: leases.append(scene.grant(1, name=str(number), parties=4096)))
     for lease in leases:
-        assert scene.report(lease, *range(4095)).verdict == Verdict.VALID
+        assert scene.report(lease, *range(4095)).verdict == pb.VERDICT_VALID
     assert scene.records.memory.used <= 4 << 20
 
 
@@ -413,7 +414,7 @@ def test_overdue_leases_and_publications_end_before_a_grant() -> None:
     scene.clock.pass_by(TIMES.final)
     with pytest.raises(KvferryError):
         scene.grant(1, name="late")
-    assert scene.report(lease, 0).verdict != Verdict.VALID
+    assert scene.report(lease, 0).verdict != pb.VERDICT_VALID
     # The hold was over before the final deadline.
     assert publication.outcome is ReleaseOutcome.UNREAD
     assert scene.told() == [(1, ReleaseOutcome.UNREAD)]
