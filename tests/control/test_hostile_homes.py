@@ -366,6 +366,26 @@ def test_a_step_that_a_home_refuses_ends_its_publication(tmp_path: Path) -> None
         session.close()
 
 
+def test_an_error_of_publish_says_whether_a_publication_will_be_released(tmp_path: Path) -> None:
+    """The same class of error may come from the call or from the home, and only after the home's is there a release: an
+    engine that frees the blocks at the error would free them twice."""
+    with scripted(tmp_path) as (server, control):
+        server.watch = lambda _: iter([opened(), synced()])
+        session = EngineSession(opened_session(control))
+        with pytest.raises(InvalidField) as caught:
+            session.publish("request", {"full": Blocks([1])}, expected_reads=-1)
+        assert "withdrawn" not in caught.value.values
+        assert session.unreleased() == ()
+        refused = pb.NotificationResult(error=to_notification_error(InvalidField("expected_reads", 2000, "fewer")))
+        server.notify = lambda request: [
+            refused if told.HasField("publish") else DONE for told in request.notifications
+        ]
+        with pytest.raises(InvalidField) as caught:
+            session.publish("request", {"full": Blocks([1])}, expected_reads=2000)
+        assert caught.value.values["withdrawn"] == str(session.unreleased()[0].number)
+        session.close()
+
+
 def test_a_session_that_was_closed_meanwhile_queues_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The publication would get no answer, and its caller would wait for ever."""
     with scripted(tmp_path) as (server, control):
