@@ -21,7 +21,7 @@ from kvferry.planner import expansion as expand
 from kvferry.planner import lane as lanes
 from kvferry.planner.descriptors import Descriptors
 from kvferry.planner.lane import Lane
-from kvferry.planner.staged_read import StagedRead
+from kvferry.planner.staged_read import StagedRead, staged_read
 from kvferry.planner.token_line import Segment
 from tests.planner.small_worlds import PAIRS, Bytes, Side, may_be_right, one_group
 from tests.support.checked_lists import CheckedList, checked_lists
@@ -201,8 +201,6 @@ def test_staged_blocks_that_are_not_the_requests_are_refused(changed: str, monke
     """Not only what is asked of staging is checked, but what comes of it: the blocks that will be read."""
     source, destination, theirs, mine = PAIRS["planes apart to packed"]
     plan = plan_read(source, destination, 0, rule=PathRule(Path.STAGED))
-    staged_read = expand.staged_read
-
     def wrong(lane: Lane, found: list[Segment]) -> StagedRead | None:
         read = staged_read(lane, found)
         assert read is not None
