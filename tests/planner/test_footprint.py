@@ -201,6 +201,7 @@ def test_staged_blocks_that_are_not_the_requests_are_refused(changed: str, monke
     """Not only what is asked of staging is checked, but what comes of it: the blocks that will be read."""
     source, destination, theirs, mine = PAIRS["planes apart to packed"]
     plan = plan_read(source, destination, 0, rule=PathRule(Path.STAGED))
+
     def wrong(lane: Lane, found: list[Segment]) -> StagedRead | None:
         read = staged_read(lane, found)
         assert read is not None
