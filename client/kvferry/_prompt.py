@@ -143,7 +143,8 @@ class Prompt:
             raise InvalidField("end", end, f"1 to {self.known}, as far as the prompt is known")
         found = self._digests.get(end)
         if found is None:
-            hashed = max(known for known in self._states if known <= end)
+            # A list: other threads may add states meanwhile.
+            hashed = max(known for known in list(self._states) if known <= end)
             state = self._states[hashed].copy()
             state.update(self._tokens[4 * hashed : 4 * end])
             self._states[end] = state.copy()

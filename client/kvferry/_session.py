@@ -82,7 +82,9 @@ class EngineSession(Closing):
             MessageTooLarge: the blocks do not fit into one message; publish them in several steps. Nothing was
                 published.
             KvferryError: the home refused the publication, or could not be reached in time (`Unavailable`). The session
-                withdraws the publication, and `released` returns it once; its blocks stay pinned until then.
+                withdraws the publication, and `released` returns it once; its blocks stay pinned until then. Such an
+                error, of any class, has the publication's number in ``values["withdrawn"]``; after any other error,
+                nothing was published, and nothing is released.
         """
         return self._session.publish(given, arguments.seconds("timeout", given.timeout))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import pickle
+import sys
 import threading
 import traceback
 from array import array
@@ -273,6 +274,18 @@ def test_several_threads_share_a_prompt() -> None:
     with ThreadPoolExecutor(4) as pool:
         for right in pool.map(ask, range(4)):
             assert all(right)
+
+
+def test_threads_that_mark_other_ends_do_not_disturb_each_other() -> None:
+    prompt = Prompt(np.arange(4_000))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            # Raises what a thread has raised.
+            list(pool.map(lambda turn: [prompt.digest(end) for end in range(1 + turn, 2_000, 8)], range(8)))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 class CountedHash:

@@ -47,7 +47,7 @@ from kvferry.errors import (
 )
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
-from tests.control.holding import DONE, READER, accepted
+from tests.control.holding import DONE, READER, accepted, holding
 from tests.control.polling import reading
 from tests.control.scripted import SPEC, opened, opened_session, polled, released, scripted, synced
 from tests.support.blocking_control import BlockingControl, on_loop
@@ -201,6 +201,38 @@ def let_go(holder: LeaseHolder, home: Control) -> None:
     on_loop(home._loop, lambda: holder.let_go(home, granted))
 
 
+def test_a_home_that_takes_nothing_keeps_few_messages_waiting_and_none_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry._control.notifier.MAX_WAITING", 3)
+    for name in ("deaf", "true"):
+        (tmp_path / name).mkdir()
+    with (
+        scripted(tmp_path / "deaf") as (deaf, hostile),
+        scripted(tmp_path / "true") as (server, control),
+        holding(control) as holder,
+    ):
+
+        def never(request: pb.NotifyRequest) -> list[pb.NotificationResult]:
+            raise HomeRecovering("not now", retry_after=20.0)
+
+        def once(request: pb.NotifyRequest) -> list[pb.NotificationResult]:
+            if len(server.notified) == 1:
+                raise HomeRecovering("not now", retry_after=0.05)
+            return [DONE for _ in request.notifications]
+
+        deaf.notify, server.notify = never, once
+        far = Control(hostile.address, None, server.loop)
+        for _ in range(8):
+            let_go(holder, far)
+        deaf.until(lambda: len(deaf.notified) == 8)
+        until(lambda: holder._notifier._waiting[far] == 3)
+        let_go(holder, control)
+        server.until(lambda: len(server.notified) == 2)
+        assert sum(map(len, holder._notifier._later.values())) == 3
+        on_loop(server.loop, far.close)
+
+
 def test_a_read_that_is_asked_for_again_repeats_its_expected_reads(tmp_path: Path) -> None:
     whole = polled(accepted=accepted(renew_every=0.05), complete=pb.Complete())
     with reading(tmp_path, lambda _: whole) as (server, read):
@@ -331,6 +363,26 @@ def test_a_step_that_a_home_refuses_ends_its_publication(tmp_path: Path) -> None
         server.until(lambda: server.notified[-1].notifications[0].HasField("abort"))
         # Until the home releases it.
         assert session.unreleased() == (publication,)
+        session.close()
+
+
+def test_an_error_of_publish_says_whether_a_publication_will_be_released(tmp_path: Path) -> None:
+    """The same class of error may come from the call or from the home, and only after the home's is there a release: an
+    engine that frees the blocks at the error would free them twice."""
+    with scripted(tmp_path) as (server, control):
+        server.watch = lambda _: iter([opened(), synced()])
+        session = EngineSession(opened_session(control))
+        with pytest.raises(InvalidField) as caught:
+            session.publish("request", {"full": Blocks([1])}, expected_reads=-1)
+        assert "withdrawn" not in caught.value.values
+        assert session.unreleased() == ()
+        refused = pb.NotificationResult(error=to_notification_error(InvalidField("expected_reads", 2000, "fewer")))
+        server.notify = lambda request: [
+            refused if told.HasField("publish") else DONE for told in request.notifications
+        ]
+        with pytest.raises(InvalidField) as caught:
+            session.publish("request", {"full": Blocks([1])}, expected_reads=2000)
+        assert caught.value.values["withdrawn"] == str(session.unreleased()[0].number)
         session.close()
 
 

@@ -237,6 +237,9 @@ def test_a_read_that_cannot_be_started_is_refused_and_may_be_started_again(world
     given = {field.name: getattr(grant(), field.name) for field in fields(Offer)}
     with pytest.raises(WrongState, match="attach"):
         world.port.start(cast(Grant, Offer(**given)))
+    # As an offer becomes that a worker decodes as a grant.
+    with pytest.raises(WrongState, match="attach"):
+        world.port.start(replace(grant(), local=(), tokens=None))
     with pytest.raises(InvalidField, match=r"grant is .*expected the Grant"):
         world.port.start(cast(Grant, "grant"))
     with pytest.raises(InvalidField, match=r"tails is .*expected a Tails"):

@@ -181,6 +181,16 @@ def test_bytes_per_token_add_up(pair: str) -> None:
         assert sum(line.bytes_per_request for line in explain(plan)) == states
 
 
+def test_bytes_per_token_are_exact_where_only_a_part_of_the_blocks_is_looked_at() -> None:
+    """Blocks without a small common multiple, dealt out to two ranks of the source, which each serve half of them."""
+    (tensor,) = tensors(layers=1, axis=1)[:1]
+    ranks = tuple(Rank((Held(tensor, Interval(0, 1), TokenShard(index, 2, 3)),)) for index in range(2))
+    source = Engine("p", (Group("full", block_tokens=2 * 1011, num_blocks=4),), ranks)
+    (plan,) = plans(source, engine("d", [tensor], block_tokens=1013, num_blocks=4))
+    half = tensor.state_bytes / 2
+    assert [line.bytes_per_token for line in explain(plan)] == [half, half]
+
+
 @pytest.mark.parametrize("pair", sorted(PAIRS))
 def test_proto_equals_the_explained_lines(pair: str) -> None:
     for plan in PAIRS[pair]():

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry import Blocks
-from kvferry.errors import InvalidField
-from kvferry.geometry import EngineGeometry
+from kvferry.errors import Incompatible, InvalidField
+from kvferry.geometry import EngineGeometry, Group, Interval, RankGeometry
 from kvferry.planner import Path, PathRule, ReadPlan, plan_read
 from kvferry.planner import expansion as expand
 from kvferry.planner import lane as lanes
 from kvferry.planner.descriptors import Descriptors
 from kvferry.planner.lane import Lane
+from kvferry.planner.staged_read import StagedRead, staged_read
 from kvferry.planner.token_line import Segment
 from tests.planner.small_worlds import PAIRS, Bytes, Side, may_be_right, one_group
 from tests.support.checked_lists import CheckedList, checked_lists
@@ -192,6 +194,44 @@ def test_staged_rows_of_another_block_are_refused(name: str, monkeypatch: pytest
             patch.setattr(expand, "segments", lambda lane, wanted, side=side: moved(side, lane, wanted))
             with pytest.raises(InvalidField, match="of the request's blocks"):
                 plan.expand(theirs, mine)
+
+
+@pytest.mark.parametrize("changed", ["blocks", "pieces"])
+def test_staged_blocks_that_are_not_the_requests_are_refused(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only what is asked of staging is checked, but what comes of it: the blocks that will be read."""
+    source, destination, theirs, mine = PAIRS["planes apart to packed"]
+    plan = plan_read(source, destination, 0, rule=PathRule(Path.STAGED))
+
+    def wrong(lane: Lane, found: list[Segment]) -> StagedRead | None:
+        read = staged_read(lane, found)
+        assert read is not None
+        if changed == "blocks":
+            return replace(read, blocks=read.blocks + 1)
+        first = read.pieces[0]
+        return replace(read, pieces=(replace(first, source=np.roll(first.source, 1)), *read.pieces[1:]))
+
+    plan.expand(theirs, mine)
+    monkeypatch.setattr(expand, "staged_read", wrong)
+    with pytest.raises(InvalidField, match="of the request's blocks"):
+        plan.expand(theirs, mine)
+
+
+def test_blocks_that_a_source_declares_in_millions_of_places_are_refused_at_once() -> None:
+    """Units and pages step further than blocks, so that a block of a plane is in 2**20 places."""
+    pages = 1 << 17
+
+    def declared(name: str, tokens: int, **strides: int) -> EngineGeometry:
+        group = Group("full", block_tokens=tokens, num_blocks=2)
+        of: dict[str, Any] = {"block_states": tokens, "axis_size": 8, "units": Interval(0, 8), "page_tokens": 1}
+        of |= {"num_blocks": 2, "state_bytes": 8, "token_stride": 0, **strides}
+        first = replace(one_group(name, "planes apart").ranks[0].planes[0], **of)
+        planes = tuple(first.moved(str(layer), (1 + layer) << 36) for layer in range(4))
+        return EngineGeometry(name, (group,), (RankGeometry(0, planes),))
+
+    source = declared("p", pages, block_stride=8, page_stride=16, unit_stride=16 * pages)
+    destination = declared("d", 16, block_stride=1024, page_stride=64, unit_stride=8)
+    with pytest.raises(Incompatible, match="places"):
+        plan_read(source, destination, 0)
 
 
 # --- random worlds ----------------------------------------------------------------------------------------------------

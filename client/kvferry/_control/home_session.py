@@ -136,7 +136,12 @@ class HomeSession:
             # Under the same lock: after a release in between, the blocks would stay in use for ever.
             self.block_use.name(ids, publication.number)
             message = self._sender.put(publication, step, awaited=timeout is not None)
-        self._sender.wait(message, timeout)
+        try:
+            self._sender.wait(message, timeout)
+        except KvferryError as error:
+            # An error of its own: others may wait for the same call, and get the same error.
+            values = {**error.values, "withdrawn": str(publication.number)}
+            raise error.rebuilt(error.message, values, error.retry_after) from error.__cause__
         return publication
 
     def publish_more(self, given: PublishMore, timeout: float | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,10 @@ from kvferry.errors import Closed, KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = Log(__name__)
+
+MAX_WAITING = 4096
+"""Most notifications that wait for another attempt at one home; further ones are dropped. Their ends are no bound: a
+home says how long its leases are, up to an hour, and by when to repeat."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +52,8 @@ class Notifier:
         """Messages that are to be sent now, by home and timeout."""
         self._later: dict[tuple[Control, float], list[Message]] = {}
         """Messages that wait for another attempt, by home and time. A timer makes each attempt."""
+        self._waiting: Counter[Control] = Counter()
+        """Their number, by home."""
         self._calls: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -87,6 +94,7 @@ class Notifier:
         self._send_fresh()
         self._closed = True
         self._later.clear()
+        self._waiting.clear()
         if self._calls:
             await asyncio.wait(self._calls, timeout=timeout)
 
@@ -116,9 +124,9 @@ class Notifier:
         """Plan the next attempt of a failed notification, or drop it if repeating cannot help."""
         pause, kind = message.backoff.next(error.retry_after), message.notification.WhichOneof("kind")
         again_at = time + pause
-        late = again_at >= message.until
-        if late or self._closed or not error.retryable:
-            if late or not error.retryable:
+        late, full = again_at >= message.until, self._waiting[home] >= MAX_WAITING
+        if late or full or self._closed or not error.retryable:
+            if late or full or not error.retryable:
                 level = logging.WARNING if error.retryable else logging.INFO
                 logger.log(level, "%s did not accept a notification (%s): %s", home.address, kind, error.message)
             _answer(home, message, error)
@@ -128,9 +136,13 @@ class Notifier:
         if (home, again_at) not in self._later:
             self._loop.at(again_at, partial(self._again, home, again_at))
         self._later.setdefault((home, again_at), []).append(message)
+        self._waiting[home] += 1
 
     def _again(self, home: Control, at: float) -> None:
-        self.send(home, self._later.pop((home, at), []))
+        messages = self._later.pop((home, at), [])
+        # This also forgets a home at which none waits.
+        self._waiting -= Counter({home: len(messages)})
+        self.send(home, messages)
 
 
 def _answer(home: Control, message: Message, answer: NotificationAnswer | None) -> None:

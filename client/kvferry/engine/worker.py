@@ -160,7 +160,8 @@ class WorkerPort(Closing):
             InvalidField: an argument has the wrong type.
             Closed: the cache is closed.
         """
-        if isinstance(grant, Offer):
+        # An offer that is decoded as a grant has no blocks.
+        if isinstance(grant, Offer) or (isinstance(grant, Grant) and not grant.local):
             raise WrongState(
                 f"request {grant.request_id!r} has no blocks to read into: attach() it first, and start the Grant that "
                 "SchedulerPort.attach returns",

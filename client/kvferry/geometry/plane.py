@@ -225,6 +225,14 @@ class Plane:
         )
         return sorted([axis for axis in axes if axis[1] > 1], reverse=True)
 
+    @property
+    def apart(self) -> list[tuple[int, int]]:
+        """(Stride, count) of every axis that steps further than from block to block: along these, a block is in several
+        places."""
+        if self.num_blocks == 1:
+            return []
+        return [(step, count) for step, count, _ in self.axes if step > self.block_stride]
+
     def _problem(self) -> str:
         if not 1 <= len(self.component.encode()) <= 64:
             return "component has 1 to 64 bytes"

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from math import prod
 from operator import attrgetter
 
 from kvferry.errors import BadGeometry, Mismatch
@@ -26,6 +27,10 @@ tokens fit; more would fill the memory of the process that plans."""
 
 MAX_RANK_CELLS = 1 << 23
 """The same for all planes that one rank reads: five times 1,056 tokens of 8 heads in 96 layers, keys and values."""
+
+MAX_RANK_PLACES = 1 << 18
+"""Places of a block of all planes that one rank reads, where units or states are further apart than blocks: their
+addresses are listed for the check of each request (`kvferry.planner.footprint`). 2**23 take 8 s and 600 MB."""
 
 MAX_EFFORT = 1 << 21
 """Steps of dividing one rank's planes among source ranks: twice those of a thousand ranks that hold a unit each."""
@@ -158,7 +163,7 @@ class Coverer:
         reads: list[PlaneRead] = []
         uncovered: list[str] = []
         mismatches: list[Mismatch] = []
-        self._effort = cells = 0
+        self._effort = cells = places = 0
         for plane in rank.planes:
             offered = self._offered.get(plane.name)
             if offered is None:
@@ -191,6 +196,11 @@ class Coverer:
             cells += sum(len(read.units) * max(read.source.block_states, plane.block_states) for read in made)
             if cells > MAX_RANK_CELLS:
                 what = f"up to {plane.name}, blocks have {cells} units times states, more than {MAX_RANK_CELLS}"
+                mismatches.append(_too_large(plane, what))
+                break
+            places += sum(_places(read.source) + _places(plane) for read in made)
+            if places > MAX_RANK_PLACES:
+                what = f"up to {plane.name}, blocks are in {places} places, more than {MAX_RANK_PLACES}"
                 mismatches.append(_too_large(plane, what))
                 break
             reads.extend(made)
@@ -268,6 +278,11 @@ def engine_mismatches(source: EngineGeometry, destination: EngineGeometry) -> It
 def _differs(group: str, field: str, theirs: str, ours: str) -> Mismatch:
     message = f"group {group!r}: {field} is {theirs} at the source, {ours} at the destination"
     return Mismatch("group", group, field, theirs, ours, message)
+
+
+def _places(plane: Plane) -> int:
+    """The number of stretches of bytes in which a block of a plane lies."""
+    return prod(count for _, count in plane.apart)
 
 
 def _too_large(plane: Plane, message: str) -> Mismatch:

@@ -105,7 +105,7 @@ class _Collector:
     def add_staged(self, lane: Lane, found: Sequence[Segment]) -> None:
         read = staged_read(lane, found)
         if read is not None:
-            self._footprints[lane.group.name].check_staged(lane.windows[0], lane.extents, found)
+            self._footprints[lane.group.name].check_staged(lane.windows[0], lane.extents, read.blocks, read.pieces)
             self._staged.setdefault(lane.source_rank, []).append(read)
             self.pieces += sum(lane.rows(segment.cut).unfused * len(segment.source) for segment in found)
             self.descriptors += read.count

@@ -6,12 +6,16 @@ over all tokens of a request, so that they add up: a stripe of a quarter of the 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from itertools import chain, pairwise
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from kvferry.geometry.model import EngineGeometry, GroupKind, RankGeometry
 from kvferry.geometry.plane import Interval, TokenShard
@@ -93,21 +97,35 @@ def _cost(plan: ReadPlan, reads: Sequence[PlaneRead], path: Path, most: int) -> 
     piece_count = descriptor_count = 0
     merges = True
     for lane in build_lanes(reads, *plan.groups_by_name):
-        work = work_of(lane, most)
+        cells = sum(len(read.units) * read.source.state_bytes for read in lane.reads)
         if lane.group.kind is GroupKind.STATE:
             begin, end = lane.stripe.blocks(1)
-            cells = sum(len(read.units) * read.source.state_bytes for read in lane.reads)
             per_request += cells * lane.source.held_per_block * (end - begin)
         else:
             share = Fraction(lane.stripe.end - lane.stripe.begin, lane.stripe.of)
-            # Where both sides hold the same tokens, the line has only these.
-            tokens = work.states * lane.tokens_per_state * (lane.source.shard.count if lane.line.same_tokens else 1)
-            per_token += work.bytes / tokens * share
+            both = _common(lane.source.shard, lane.destination.shard)
+            per_token += cells / lane.tokens_per_state * both * share
+        work = work_of(lane, most)
         left = work.descriptors if path is Path.DIRECT else work.source_blocks * len(lane.extents)
         piece_count += -(-work.runs * work.step // work.states)
         descriptor_count += -(-left * work.step // work.states)
         merges = merges and _merges(lane, path)
     return float(per_token), per_request, piece_count, descriptor_count, merges
+
+
+def _common(a: TokenShard, b: TokenShard) -> Fraction:
+    """The fraction of all states that two shards have in common: exact, which a sample of a line (`work_of`) is not."""
+    if a == b:
+        return Fraction(1, a.count)
+    periods = a.count * a.interleave, b.count * b.interleave
+    common = math.gcd(*periods)
+    both = int((_residues(a, common) * _residues(b, common)).sum())
+    return Fraction(both, math.lcm(*periods))
+
+
+def _residues(shard: TokenShard, modulus: int) -> npt.NDArray[np.int64]:
+    held = np.arange(shard.index * shard.interleave, (shard.index + 1) * shard.interleave, dtype=np.int64)
+    return np.bincount(held % modulus, minlength=modulus)
 
 
 def _merges(lane: Lane, path: Path) -> bool:

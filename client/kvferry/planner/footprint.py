@@ -41,9 +41,8 @@ class Windows:
         """The windows of planes of one layout."""
         begins, ends = [], []
         for plane in planes:
-            # Where an axis steps further than from block to block, a block is in several places.
-            apart = [(step, count) for step, count, _ in plane.axes if step > plane.block_stride]
-            places = np.full(1, plane.base, np.int64)
+            # `coverage` limits the number of places: a source declares what it likes.
+            apart, places = plane.apart, np.full(1, plane.base, np.int64)
             for step, count in apart:
                 places = np.add.outer(places, np.arange(count, dtype=np.int64) * step).ravel()
             begins.append(places)
@@ -117,14 +116,17 @@ class Footprint:
             where = f"{int(made.source[0]):#x} to {int(made.destination[0]):#x}"
             raise InvalidField("descriptors", f"{made.count} from {where} on", EXPECTED)
 
-    def check_staged(self, theirs: Windows, extents: Sequence[RowExtent], found: Sequence[Segment]) -> None:
-        """Raise `InvalidField` unless the segments are blocks of the request, of the same tokens on both sides, and
-        both ends of each row read into staging memory lie in them. Bytes between the ends may belong to other blocks,
-        where units or planes are further apart than blocks; they are not copied on."""
+    def check_staged(
+        self, theirs: Windows, extents: Sequence[RowExtent], blocks: Int64s, pieces: Sequence[Segment]
+    ) -> None:
+        """Raise `InvalidField` unless the `blocks` read into staging memory are the request's, both ends of each row
+        lie in them, and the `pieces`, whose sources are indices into `blocks`, go on to the blocks of the same tokens.
+        Bytes between the ends may belong to other blocks, where units or planes are further apart than blocks; they are
+        not copied on."""
         ends = np.array([(extent.source, extent.source + extent.length - 1) for extent in extents], np.int64)
-        right = bool((theirs.room(ends) > 0).all())
-        for segment in found:
-            source, destination = segment.source, segment.destination
+        right = bool((theirs.room(ends) > 0).all() and self._theirs.find(blocks, blocks)[0].all())
+        for piece in pieces:
+            source, destination = blocks[piece.source], piece.destination
             right = right and self._agree((source, source), (destination, destination))
         if not right:
             raise InvalidField("staged rows", f"{len(extents)} from {extents[0].source:#x} on", EXPECTED)
