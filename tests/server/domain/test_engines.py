@@ -123,6 +123,26 @@ def test_incarnation_is_refused_while_another_is_watched_or_within_its_ttl(scene
     assert engine.gone
 
 
+def test_a_thousand_engines_lost_at_once_die_together(scene: Scene) -> None:
+    """As when a network is cut."""
+    refs = {}
+    for number in range(1000):
+        secret = hashlib.sha256(b"%d" % number).digest()
+        ref = EngineRef(f"engine-{number}", incarnation_of(secret))
+        refs[ref] = scene.registry.open_engine(ref, secret)
+        Sources(scene.records).abort(ref, 1)
+    for ref in refs:
+        scene.registry.close_engine(ref)
+    scene.clock.pass_by(TIMES.engine_ttl)
+    while scene.records.deadlines.next_deadline() <= scene.clock.now():
+        scene.records.advance()
+    assert all(engine.dead for engine in refs.values())
+    scene.clock.pass_by(TIMES.retire)
+    while scene.records.deadlines.next_deadline() <= scene.clock.now():
+        scene.records.advance()
+    assert not scene.records.engines
+
+
 def test_replaced_incarnation_is_refused_and_cannot_evict_the_live_one(scene: Scene) -> None:
     secret = scene.open()
     scene.registry.close_engine(P)
