@@ -54,6 +54,7 @@ class Feed:
         self.process = process
         self.sequence = 0  # Number of the last event, from 1; 0 before the first
         self.current_watch = 0  # Number of the Watch that the feed serves; older ones were taken over
+        self.full_states = 0  # Watches, older ones included, that are being sent the full state
         self.ended: KvferryError | None = None  # Why its Watches end: the home has forgotten the engine
         self._kept = kept
         self._dropped = 0
