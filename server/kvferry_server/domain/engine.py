@@ -285,7 +285,8 @@ class Engine:
         if not hmac.compare_digest(self.key(number), key):
             engine_id = self.ref.engine_id
             named = f"publication {number} of engine {engine_id!r}" if number else f"engine {engine_id!r}"
-            raise WrongKey(f"the reference's key is not that of {named}", engine_id=engine_id, publication=number)
+            values = {"publication": number} if number else {}
+            raise WrongKey(f"the reference's key is not that of {named}", engine_id=engine_id, **values)
 
     def check_recovered(self) -> None:
         """Raise `HomeRecovering` until the engine has sent its full snapshot."""
