@@ -8,6 +8,7 @@ import sys
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ from kvferry.errors import (
 )
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.limits import MAX_QUESTIONS, Limits
-from kvferry_server.domain.publications import PublicationRecord
+from kvferry_server.domain.publications import Lease, PublicationRecord
 from kvferry_server.domain.router_keys import QUESTION_BYTES, Ask, Question, QuestionOutcome, WaitingRead
 from kvferry_server.domain.routing import Routing
 from kvferry_server.domain.times import ANSWER_HOLD, ENDED_KEPT, Times
@@ -539,3 +540,20 @@ def test_memory_of_a_question_is_all_given_back(asked: Asked) -> None:
     asked.answer("3")
     asked.scene.wait(ENDED_KEPT)
     assert memory.used - before == memory.held(P) - held
+
+
+def test_a_decline_that_may_be_meant_for_another_home_does_not_look_at_all_leases() -> None:
+    """Any node server may be sent a thousand of them in a call, and a home has a quarter of a million leases."""
+    asked, looked = Asked(), False
+
+    class Leases(dict[EngineRef, dict[int, Lease | WaitingRead]]):
+        def values(self) -> Any:
+            nonlocal looked
+            looked = True
+            return super().values()
+
+    asked.records.reads_by_source = Leases(asked.records.reads_by_source)
+    assert not asked.routing.decline([P], key("unknown"), D, elsewhere=True)
+    asked.wait_for()
+    assert asked.routing.decline([P], key("first"), D, elsewhere=True)
+    assert not looked
