@@ -340,7 +340,7 @@ def test_end_of_a_question_is_remembered_for_a_while(asked: Asked) -> None:
     assert asked.records.deadlines.next_deadline() == math.inf
 
 
-def test_flood_of_misses_takes_no_memory_of_the_source() -> None:
+def test_flood_of_misses_fills_neither_the_feed_nor_the_memory_of_the_source() -> None:
     asked = Asked(limits=Limits(memory=8 * MIB, engine_memory=64 << 10))
     held = asked.records.memory.held(P)
 
@@ -351,7 +351,7 @@ def test_flood_of_misses_takes_no_memory_of_the_source() -> None:
 
     assert refused(miss_all) == "memory"
     assert asked.records.memory.held(P) == held
-    assert not any(isinstance(event, Question) for _, event in asked.scene.feed.after(0))
+    assert len(asked.scene.feed.after(0)) <= MAX_QUESTIONS
     assert missed(lambda: asked.find("1")) == "NOT_CACHED"
     asked.ask("from elsewhere", asker=E, host="192.0.2.9")
     asked.scene.wait(ENDED_KEPT)
