@@ -330,7 +330,7 @@ class Registry:
         """Refuse an incarnation from now on; to be called before `_forget`."""
         self._retired.pop(engine.ref, None)
         self._retired[engine.ref] = now + self._times.retire, engine.host
-        while (oldest := next(iter(self._retired))) and self._retired[oldest][0] <= now:
+        while self._retired[oldest := next(iter(self._retired))][0] <= now:
             del self._retired[oldest]
         if len(self._retired) > self._limits.retired:
             ((most, _),) = Counter(host for _, host in self._retired.values()).most_common(1)
