@@ -48,3 +48,10 @@ def test_unit_waits_longer_than_the_drain_and_gives_files_for_all_connections() 
     assert float(service["TimeoutStopSec"]) > settings.drain
     assert int(service["LimitNOFILE"]) > 2 * settings.max_connections
     assert str(Path(settings.unix).parent) == f"/run/{service['RuntimeDirectory']}"
+
+
+def test_kvferryd_is_started_again_however_often_it_fails() -> None:
+    """By default systemd gives a unit up that fails five times in ten seconds. Wrong settings end with another code."""
+    lines = UNIT.read_text().splitlines()
+    assert {"Restart=on-failure", "RestartPreventExitStatus=2"} <= set(lines)
+    assert lines.index("[Unit]") < lines.index("StartLimitIntervalSec=0") < lines.index("[Service]")

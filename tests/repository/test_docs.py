@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import kvferry
+from kvferry._cli import app
 from kvferry.v1 import admin_pb2, errors_pb2, geometry_pb2, introspection_pb2, kv_transfer_pb2
 from scripts import rpc_reference
 from tests.support.repository import ROOT
@@ -51,6 +52,14 @@ def anchors(document: str) -> set[str]:
 
 def snippets(document: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text_of(document), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("document", sorted({*DOCUMENTS} - {"CHANGELOG.md"}))
+def test_commands_that_documents_name_exist(document: str) -> None:
+    """docs/errors.md tells what to do next."""
+    commands = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
+    named = set(re.findall(r"(?:`|\$ )kvferry ([a-z][a-z-]*)", text_of(document)))
+    assert {name.replace("-", "_") for name in named} <= {name.replace("-", "_") for name in commands}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

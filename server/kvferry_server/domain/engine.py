@@ -7,7 +7,7 @@ from __future__ import annotations
 import enum
 import hmac
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -17,7 +17,7 @@ from kvferry._wire.authority import PublicationKeys, engine_key
 from kvferry.errors import EngineIncomplete, HomeRecovering, KvferryError, PublicationStale, WrongKey
 from kvferry.geometry.model import Group
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.limits import MAX_NAMED_NODES, MAX_NAMED_RANKS, MAX_SKIPPED
+from kvferry_server.domain.limits import MAX_NAMED_NODES, MAX_NAMED_RANKS, MAX_QUESTIONS, MAX_SKIPPED
 from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.registrations import EngineDescription, Registration
 from kvferry_server.domain.router_keys import Question, RouterKeys
@@ -54,19 +54,28 @@ class Feed:
         self.process = process
         self.sequence = 0  # Number of the last event, from 1; 0 before the first
         self.current_watch = 0  # Number of the Watch that the feed serves; older ones were taken over
+        self.full_states = 0  # Watches, older ones included, that are being sent the full state
         self.ended: KvferryError | None = None  # Why its Watches end: the home has forgotten the engine
         self._kept = kept
         self._dropped = 0
         self._events: dict[int, Event] = {}  # By number, in order
-        self._questions: dict[int, int] = {}  # By number of an open question, the number of its event
+        # The events of open questions, by the questions' numbers, and the ends of questions. A full feed may have
+        # dropped them.
+        self._questions: dict[int, int] = {}
+        self._ends: deque[int] = deque()
 
     def push(self, event: Event) -> None:
-        """Add an event; a full feed drops its oldest. The end of a question replaces the question."""
+        """Add an event; a full feed drops its oldest. The end of a question replaces the question. Of the ends only the
+        last `MAX_QUESTIONS` are kept, so that questions never fill a feed, which each acknowledgement looks through: a
+        process that misses one gives a question up by its deadline."""
         self.sequence += 1
         if isinstance(event, Question):
             self._questions[event.number] = self.sequence
         elif isinstance(event, pb.QuestionEnded):
             self._events.pop(self._questions.pop(event.number, 0), None)
+            if len(self._ends) == MAX_QUESTIONS:
+                self._events.pop(self._ends.popleft(), None)
+            self._ends.append(self.sequence)
         if len(self._events) == self._kept:
             self._dropped = next(iter(self._events))
             del self._events[self._dropped]
@@ -284,7 +293,8 @@ class Engine:
         if not hmac.compare_digest(self.key(number), key):
             engine_id = self.ref.engine_id
             named = f"publication {number} of engine {engine_id!r}" if number else f"engine {engine_id!r}"
-            raise WrongKey(f"the reference's key is not that of {named}", engine_id=engine_id, publication=number)
+            values = {"publication": number} if number else {}
+            raise WrongKey(f"the reference's key is not that of {named}", engine_id=engine_id, **values)
 
     def check_recovered(self) -> None:
         """Raise `HomeRecovering` until the engine has sent its full snapshot."""

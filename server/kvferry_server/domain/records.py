@@ -52,6 +52,7 @@ class Records:
         self.leases_by_read: dict[ReadKey, Lease] = {}
         # By their public numbers, which rise. With the reads that wait under a router's key.
         self.reads_by_source: dict[EngineRef, dict[int, Lease | WaitingRead]] = {}
+        self.waits: dict[str, set[WaitingRead]] = {}  # By router_key
         self.read_numbers = itertools.count(1)
         self.lease_budget = Budget(limits.leases)  # By source
         self._router_declines = Budget(limits.router_keys)
@@ -212,9 +213,8 @@ class Records:
             self.wake(engine.scheduler)
 
     def waiting(self, source: EngineRef) -> list[WaitingRead]:
-        """Return the reads that wait for publications of this engine under routers' keys. Looks at all reads."""
-        reads = itertools.chain.from_iterable(listed.values() for listed in self.reads_by_source.values())
-        return [read for read in reads if isinstance(read, WaitingRead) and source in read.sources]
+        """Return the reads that wait for publications of this engine under routers' keys. Looks at all that wait."""
+        return [read for reads in self.waits.values() for read in reads if source in read.sources]
 
     # Ending.
 
@@ -254,9 +254,9 @@ class Records:
 
     def end_all(self, engine: Engine, reason: RevokeReason) -> None:
         """End all publications of an engine that is dead or gone. Live leases end at their time."""
-        # First: the record of an engine that is gone ends with its last publication, which may be due now.
         self.end_questions(engine)
-        now = self.advance()
+        # Without `advance`, which may have called this: of a thousand engines lost at once, each would end the next.
+        now = self.clock.now()
         for read in self.waiting(engine.ref):
             self.wake(read.router_key.name)
         for publication in list(engine.publications.values()):

@@ -13,6 +13,7 @@ first. From then on they are two engines: references name their incarnations.
 from __future__ import annotations
 
 import hmac
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 from kvferry._wire.authority import incarnation_of
@@ -48,9 +49,10 @@ class Registry:
         self._engines_by_host = Budget(self._limits.engines)
         self._engines: dict[EngineRef, Engine] = {}  # Those that are not gone
         # Incarnations that ended for good, and are refused for `retire` seconds, so that a delayed message cannot evict
-        # the live incarnation (PROTOCOL, Identities): the end of each refusal, rising. Beyond `Limits.retired` the
-        # oldest are not refused any more: a peer that retires incarnations without end must not fill the memory.
-        self._retired: dict[EngineRef, float] = {}
+        # the live incarnation (PROTOCOL, Identities): the end of each refusal, rising, and the host that it came from.
+        # Beyond `Limits.retired` the oldest of the host with the most are not refused any more: a peer that retires
+        # incarnations without end must neither fill the memory nor bring back those of others.
+        self._retired: dict[EngineRef, tuple[float, str]] = {}
         self._deadlines = records.deadlines
 
     # Looking engines up.
@@ -143,8 +145,8 @@ class Registry:
                 check_budget("engines", self._engines_by_host, host, self._times.engine_ttl)
             for other in replaced:
                 self._journal.engine("engine_replaced", other.ref, by=short(ref.incarnation), peer=host or UNIX_PEER)
+                self._refuse(other, now)
                 self._forget(other, _restarted(other.ref, REPLACED, ref.incarnation.hex()))
-                self._refuse(other.ref, now)
             engine = self._engines[ref] = self._records.open(ref, secret)
             self._journal.engine("engine_opened", ref, peer=host or UNIX_PEER)
         elif engine.lost_at is not None:
@@ -174,14 +176,14 @@ class Registry:
         if engine is None:
             raise self._unknown(ref.engine_id)
         self._journal.engine("engine_evicted", ref, bad=True)
+        self._refuse(engine, now)
         self._forget(engine, _restarted(ref, "was evicted by an operator"))
-        self._refuse(ref, now)
 
     def retire(self, ref: EngineRef) -> None:
         """End an incarnation for good, for its scheduler, after `check_session`. Raises as `find`."""
         now = self._records.advance()
         engine = self.find(ref)
-        self._refuse(ref, now)
+        self._refuse(engine, now)
         self._journal.engine("engine_retired", ref)
         self._forget(engine)
 
@@ -321,14 +323,18 @@ class Registry:
         self._records.end_all(engine, reason)
 
     def _is_retired(self, ref: EngineRef) -> bool:
-        return self._retired.get(ref, 0.0) > self._clock.now()
+        until, _ = self._retired.get(ref, (0.0, ""))
+        return until > self._clock.now()
 
-    def _refuse(self, ref: EngineRef, now: float) -> None:
-        self._retired[ref] = now + self._times.retire
-        oldest = next(iter(self._retired))
-        while self._retired[oldest] <= now or len(self._retired) > self._limits.retired:
+    def _refuse(self, engine: Engine, now: float) -> None:
+        """Refuse an incarnation from now on; to be called before `_forget`."""
+        self._retired.pop(engine.ref, None)
+        self._retired[engine.ref] = now + self._times.retire, engine.host
+        while self._retired[oldest := next(iter(self._retired))][0] <= now:
             del self._retired[oldest]
-            oldest = next(iter(self._retired))
+        if len(self._retired) > self._limits.retired:
+            ((most, _),) = Counter(host for _, host in self._retired.values()).most_common(1)
+            del self._retired[next(ref for ref, (_, host) in self._retired.items() if host == most)]
 
     @property
     def recovering(self) -> bool:

@@ -151,12 +151,17 @@ class RouterKeys:
         # In the order in which they expire.
         self._past: dict[str, _Past] = {}
         self._declined: dict[RouterKey, _Declined] = {}
+        self.scheduled = NEVER
+
+    def due(self) -> float:
+        """When a decline is forgotten, whose place other engines' routers may need."""
+        return next((declined.until for declined in self._declined.values()), NEVER)
 
     def find(self, wanted: RouterKey, now: float) -> PublicationRecord | None:
         """Return the publication under a key; None: it has not arrived. Raises `WrongKey` if the publication of this
         name has another key, `PublicationReleased` if it was released and forgotten, or declined before it arrived,
         `NotPublished` if its source has given it up, and `PrefixMiss` if it was asked for and will not arrive."""
-        self._drop_old(now)
+        self.drop_old(now)
         # First: a publication that comes after the end of its question is no answer.
         question = self.questions.get(wanted)
         if question is not None and question.outcome is not None:
@@ -178,7 +183,7 @@ class RouterKeys:
 
     def check_free(self, name: str, now: float) -> None:
         """Raise `RouterKeyUsed` if another publication has this name, or had it a short time ago."""
-        self._drop_old(now)
+        self.drop_old(now)
         other = self._held.get(name) or self._past.get(name)
         if other is not None:
             engine_id = self._source.engine_id
@@ -190,7 +195,7 @@ class RouterKeys:
 
     def arrived(self, publication: PublicationRecord, now: float) -> bool:
         """Note that a publication arrived. Returns whether its router key was declined before."""
-        self._drop_old(now)
+        self.drop_old(now)
         if publication.router_key is None:
             return False
         self._held[publication.router_key.name] = publication
@@ -201,7 +206,7 @@ class RouterKeys:
 
     def forgotten(self, publication: PublicationRecord, now: float, until: float) -> None:
         """Note that a publication was forgotten; remember its key for a while."""
-        self._drop_old(now)
+        self.drop_old(now)
         key = publication.router_key
         if key is None or self._held.get(key.name) is not publication:
             return
@@ -217,14 +222,14 @@ class RouterKeys:
     ) -> None:
         """Remember, until a time, that `holder` declined a key before its publication arrived; or, with
         `not_published`, that the source gave it up. Raises `LimitReached` if this caller has declined too many."""
-        self._drop_old(now)
+        self.drop_old(now)
         check_budget("router_keys", self._declines, holder, until - now)
         self._declines.take(holder)
         self._declined[key] = _Declined(until, holder, not_published)
 
     def close(self) -> None:
         """Forget everything: the engine is gone."""
-        self._drop_old(math.inf)
+        self.drop_old(math.inf)
         for question in tuple(self.questions.values()):
             self.forget_question(question)
 
@@ -273,7 +278,7 @@ class RouterKeys:
             problem = f"the reference's key is not that of the publication of engine {engine_id!r} under its router key"
             raise WrongKey(problem, engine_id=engine_id, publication=number)
 
-    def _drop_old(self, now: float) -> None:
+    def drop_old(self, now: float) -> None:
         while self._past and next(iter(self._past.values())).until <= now:
             self._drop_past()
         while self._declined and next(iter(self._declined.values())).until <= now:

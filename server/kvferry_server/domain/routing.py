@@ -23,7 +23,7 @@ from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.limits import Budget, check_budget
 from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.records import Records
-from kvferry_server.domain.router_keys import Ask, QuestionOutcome, WaitingRead
+from kvferry_server.domain.router_keys import Ask, QuestionOutcome, RouterKeys, WaitingRead
 from kvferry_server.domain.values import EngineRef, LeaseRequest, RouterKey
 
 Asked = TypeVar("Asked")
@@ -77,6 +77,7 @@ class Routing:
         self._records.journal.waiting += 1
         self._waits.take(asked.holder)
         self._records.list_read(sources[0], waiting)
+        self._records.waits.setdefault(wanted.name, set()).add(waiting)
         return waiting
 
     def end_wait(self, waiting: WaitingRead) -> None:
@@ -84,6 +85,10 @@ class Routing:
         self._records.journal.waiting -= 1
         self._waits.give(waiting.request.holder)
         self._records.unlist_read(waiting.sources[0], waiting.number)
+        name, waits = waiting.router_key.name, self._records.waits
+        waits[name].discard(waiting)
+        if not waits[name]:
+            del waits[name]
 
     def ask(self, source: EngineRef, ask: Ask) -> None:
         """Ask a source for the beginning of a prompt. Idempotent by router key: a question that is open, or was
@@ -150,13 +155,16 @@ class Routing:
                 ended = QuestionOutcome.UNANSWERED if not_published else QuestionOutcome.WITHDRAWN
                 self._records.end_question(question, ended)
                 return True
-            known = known or any(_same(read.router_key, wanted) for read in self._records.waiting(source))
+            reads = (read for read in self._records.waits.get(wanted.name, ()) if source in read.sources)
+            known = known or any(_same(read.router_key, wanted) for read in reads)
             not_here.append(engine)
         if not known:
             return False
         for engine in not_here:
             until = now + self._times.max_wait
-            engine.router_keys.decline(wanted, holder, now, until, not_published=not_published)
+            keys = engine.router_keys
+            keys.decline(wanted, holder, now, until, not_published=not_published)
+            self._records.deadlines.put(keys, RouterKeys.drop_old)
             self._records.wake(wanted.name)
         return True
 

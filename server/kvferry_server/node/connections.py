@@ -139,4 +139,10 @@ def _duplicate(fd: int) -> socket.socket:
     # `socket.setdefaulttimeout` was called, Python would make the socket non-blocking for its owner as well.
     if not stat.S_ISSOCK(os.fstat(fd).st_mode) or os.get_blocking(fd):
         raise OSError("not a socket of gRPC")
-    return socket.socket(fileno=os.dup(fd))
+    duplicate = os.dup(fd)
+    try:
+        return socket.socket(fileno=duplicate)
+    except OSError:
+        # The socket was closed meanwhile, and its number belongs to another file.
+        os.close(duplicate)
+        raise

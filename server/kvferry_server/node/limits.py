@@ -32,7 +32,7 @@ MAX_REQUEST_MEMORY = 128 << 20  # Of the decoded requests that one listener work
 MAX_PENDING_ANSWERS = 64 << 20  # Of large answers that wait until their clients take them. Hosts share it
 
 RESERVED_FILES = 384
-"""File descriptors that connections from outside may not take: for gRPC itself, files, relays to 256 homes, and the 64
+"""File descriptors that connections from outside may not take: for gRPC itself, files, 256 relayed calls, and the 64
 connections of the admin listener."""
 
 MIN_CONNECTIONS = 8  # Connections that each listener gets at least

@@ -127,9 +127,11 @@ class Arrivals:
         )
 
     def _end(self, reading: _Reading, why: KvferryError) -> None:
-        del self._reading[reading]
-        reading.why_ended = why
-        reading.task.cancel()
+        # Both timers may fire in one step of the event loop.
+        if reading in self._reading:
+            del self._reading[reading]
+            reading.why_ended = why
+            reading.task.cancel()
 
 
 @dataclass(eq=False, slots=True)

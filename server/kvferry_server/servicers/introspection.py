@@ -5,8 +5,10 @@ A page token names the last entry of the page before, so a listing may change be
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TypeAlias, TypeVar
@@ -296,9 +298,9 @@ def page(
         if after is not None and ref < after[0]:
             continue
         # A hundred thousand numbers, which mostly rise, are sorted in milliseconds.
-        for number in sorted(listed[ref]):
-            if after is not None and (ref, number) <= after:
-                continue
+        numbers = sorted(listed[ref])
+        begin = bisect_right(numbers, after[1]) if after is not None and ref == after[0] else 0
+        for number in itertools.islice(numbers, begin, None):
             if looks <= 0:
                 return found, make_token(last)
             it_is, took = wanted(listed[ref][number])

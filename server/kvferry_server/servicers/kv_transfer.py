@@ -21,7 +21,7 @@ from kvferry_server.domain.routing import unless_all_refuse
 from kvferry_server.domain.values import EngineRef, LeaseRequest
 from kvferry_server.home.home import Home
 from kvferry_server.servicers import checks, decode, encode
-from kvferry_server.servicers.callers import Context, NamesOf, names_of, relaying, remote_host
+from kvferry_server.servicers.callers import Context, NamesOf, names_of, on_end, relaying, remote_host
 from kvferry_server.servicers.checksums import read_checksums
 from kvferry_server.servicers.limits import MAX_DIGESTED_BYTES, READ_BYTES, READ_STEPS
 from kvferry_server.servicers.notify import notify
@@ -122,7 +122,11 @@ class KVTransfer(KVTransferServicer):
         wait = min(_time_to_wait(context), home.times.max_wait)
         if request.HasField("wait"):
             wait = min(wait, checks.seconds("wait", request.wait) or wait)
-        return await read_blocks(home, lease_request, wait, lease_id, request.next_step)
+        answer = await read_blocks(home, lease_request, wait, lease_id, request.next_step)
+        # The guard counts large answers only, and lets a host wait in thousands of these calls. Counted against the
+        # host of this call, not that of the lease's first call.
+        on_end(context, home.memory.hold(lease_request.holder, host, len(answer)).close)
+        return answer
 
     async def Notify(self, request: pb.NotifyRequest, context: Context) -> pb.NotifyResponse:
         check_caller(request.version)

@@ -41,7 +41,9 @@ MAX_INLINE_BYTES = 16 * 1024  # Bytes of a message that the event loop decodes; 
 # Bytes of a Handshake request up to which its geometry is looked up by its digest, in a tenth of a millisecond on the
 # event loop; larger ones are always compared.
 MAX_DIGESTED_BYTES = 64 * 1024
-MAX_RELAYED_CALLS = 1024  # Registrations and Watches of ranks that are relayed at once
+# Registrations and Watches of ranks that are relayed at once. Each relayed call has a connection, and so a file, of its
+# own: `RESERVED_FILES` of the node server has room for 256. A host or identity gets at most half.
+MAX_RELAYED_CALLS = 192
 # Declines that are sent on at once. Every bearer of a reference sends declines, and ranks must not wait for them.
 MAX_RELAYED_DECLINES = 64
 READ_BYTES = 1 << 20  # Bytes of blocks after which an answer to ReadBlocks takes no more steps

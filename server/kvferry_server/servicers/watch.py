@@ -14,7 +14,7 @@ from kvferry_server.domain.engine import Event, Feed, Process
 from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.router_keys import Question
 from kvferry_server.domain.values import LeaseState
-from kvferry_server.home.home import Home
+from kvferry_server.home.home import EVENT_BYTES, Home
 from kvferry_server.servicers import encode
 from kvferry_server.servicers.limits import MAX_RELEASED_READS
 
@@ -76,11 +76,23 @@ async def watch(
 
 
 async def _full_state(home: Home, feed: Feed, number: int, host: str) -> AsyncGenerator[pb.WatchResponse, None]:
-    events = zip(itertools.repeat(0), home.state(feed.process))
-    async with aclosing(_messages(home, feed, number, host, events)) as messages:
-        async for message in messages:
-            yield message
-    synced = pb.WatchSynced(need_resync=home.need_resync(feed.process))
+    process, events = feed.process, home.state(feed.process)
+    size = EVENT_BYTES * len(events)
+    if feed.full_states:
+        # Only the first full state is sent unchecked, since without one the engine dies. Watches that were taken over
+        # may never take theirs, which keep publications that were forgotten meanwhile: so further full states count.
+        home.memory.check(process.engine, size)
+    feed.full_states += 1
+    home.memory.take(process.engine, size)
+    try:
+        numbered = zip(itertools.repeat(0), events)
+        async with aclosing(_messages(home, feed, number, host, numbered)) as messages:
+            async for message in messages:
+                yield message
+    finally:
+        home.memory.give(process.engine, size)
+        feed.full_states -= 1
+    synced = pb.WatchSynced(need_resync=home.need_resync(process))
     yield pb.WatchResponse(home_epoch=home.epoch, synced=synced)
 
 

@@ -123,6 +123,26 @@ def test_incarnation_is_refused_while_another_is_watched_or_within_its_ttl(scene
     assert engine.gone
 
 
+def test_a_thousand_engines_lost_at_once_die_together(scene: Scene) -> None:
+    """As when a network is cut."""
+    refs = {}
+    for number in range(1000):
+        secret = hashlib.sha256(b"%d" % number).digest()
+        ref = EngineRef(f"engine-{number}", incarnation_of(secret))
+        refs[ref] = scene.registry.open_engine(ref, secret)
+        Sources(scene.records).abort(ref, 1)
+    for ref in refs:
+        scene.registry.close_engine(ref)
+    scene.clock.pass_by(TIMES.engine_ttl)
+    while scene.records.deadlines.next_deadline() <= scene.clock.now():
+        scene.records.advance()
+    assert all(engine.dead for engine in refs.values())
+    scene.clock.pass_by(TIMES.retire)
+    while scene.records.deadlines.next_deadline() <= scene.clock.now():
+        scene.records.advance()
+    assert not scene.records.engines
+
+
 def test_replaced_incarnation_is_refused_and_cannot_evict_the_live_one(scene: Scene) -> None:
     secret = scene.open()
     scene.registry.close_engine(P)
@@ -577,14 +597,16 @@ def test_an_engine_that_retires_leaves_its_name_and_is_refused(scene: Scene) -> 
     assert scene.registry.find_live(P.engine_id).ref == P2
 
 
-def test_refused_incarnations_are_limited_and_the_oldest_are_forgotten_first() -> None:
+def test_refused_incarnations_are_limited_and_the_oldest_of_the_host_with_the_most_are_forgotten_first() -> None:
     scene = Scene(Limits(retired=4))
     secrets = [letter.encode() * 32 for letter in "abcdef"]
     refs = [EngineRef("storm", incarnation_of(secret)) for secret in secrets]
+    own = scene.open()
+    scene.registry.retire(P)
     for ref, secret in zip(refs, secrets, strict=True):
         scene.registry.open_engine(ref, secret, "10.0.0.1")
         scene.registry.retire(ref)
-    for ref, secret in zip(refs[2:], secrets[2:], strict=True):
+    for ref, secret in zip([P, *refs[3:]], [own, *secrets[3:]], strict=True):
         with pytest.raises(PeerRestarted):
             scene.registry.open_engine(ref, secret)
     scene.registry.open_engine(refs[0], secrets[0])

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+
+import pytest
 
 from kvferry._wire.outcomes import ReleaseOutcome
+from kvferry.errors import LimitReached, WatchTakenOver
+from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine import Event, Feed, Process, Role
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.times import BOOT, Times
 from kvferry_server.domain.values import RevokeReason
-from kvferry_server.home.home import Home
+from kvferry_server.home.home import EVENT_BYTES, Home
 from kvferry_server.servicers.watch import watch
 from tests.support.parties import P2, SECRETS, TIMES, D, E, FakeClock, P, arrived, ask, offer, registration
 
@@ -138,6 +142,42 @@ async def test_a_rank_that_is_back_before_its_readers_ask_was_not_lost() -> None
         for granted, reader in ((lease, D), (late, E)):
             assert home.lessor.renew(granted.lease_id, reader).revoked is None
             assert granted.remaining(clock.now()) == TIMES.ttl
+
+
+async def test_full_state_beside_an_unfinished_one_needs_memory() -> None:
+    home = Home(FakeClock(), TIMES, "node:1", Limits(memory=1 << 20, engine_memory=0))
+    with home.turn():
+        opened(home)
+        for number in (1, 2, 3):
+            home.sources.publish(P, offer(number, last=True))
+            home.sources.abort(P, number)
+    async with AsyncExitStack() as stack:
+
+        async def again() -> AsyncGenerator[pb.WatchResponse, None]:
+            stream = watch(home, SCHEDULER, SECRETS[P], b"", 0)
+            await stack.enter_async_context(aclosing(stream))
+            assert (await anext(stream)).opened.resumed is False
+            return stream
+
+        held = home.memory.held(P)
+        first = await again()
+        assert (await anext(first)).HasField("released")
+        assert home.memory.held(P) == held + 3 * EVENT_BYTES
+        second = await again()
+        assert (await anext(second)).HasField("released")
+        assert home.memory.held(P) == held + 6 * EVENT_BYTES
+        home.memory.take(E, (1 << 20) - home.memory.used - 100)
+        third = await again()
+        with pytest.raises(LimitReached, match="memory"):
+            await anext(third)
+        for taken_over in (first, second):
+            with pytest.raises(WatchTakenOver):
+                await anext(taken_over)
+        assert home.memory.held(P) == held
+        # A process to which no full state is being sent is never refused one.
+        last = await again()
+        assert [(await anext(last)).WhichOneof("event") for _ in range(4)] == ["released"] * 3 + ["synced"]
+        assert home.memory.held(P) == held
 
 
 async def test_events_dropped_while_the_full_state_is_sent_are_not_lost() -> None:

@@ -29,7 +29,7 @@ from kvferry.geometry import RankGeometry
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
-from kvferry_server.node.connections import ConnectionLimiter, connections_each
+from kvferry_server.node.connections import ConnectionLimiter, connections_each, count_connections
 from kvferry_server.node.loading import configure
 from kvferry_server.node.server import NodeServer
 from kvferry_server.servicers.callers import host_of
@@ -354,6 +354,19 @@ def test_sockets_of_an_embedding_engine_stay_unchanged() -> None:
         finally:
             socket.setdefaulttimeout(before)
         assert os.get_blocking(engines.fileno())
+
+
+def test_connection_whose_descriptor_becomes_a_file_while_it_is_counted_leaves_no_file_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fd = os.open(__file__, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        monkeypatch.setattr("stat.S_ISSOCK", lambda _: True)
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        assert count_connections(parse_address("127.0.0.1:1")) == 0
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+    finally:
+        os.close(fd)
 
 
 @pytest.mark.parametrize(

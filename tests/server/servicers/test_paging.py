@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.v1 import introspection_pb2 as ipb
-from kvferry_server.servicers.introspection import page
+from kvferry_server.servicers.introspection import make_token, page
 from kvferry_server.servicers.limits import LISTING_PAGE_BYTES
 from tests.support.parties import P
 
@@ -32,3 +32,22 @@ def test_a_page_is_limited_by_count_and_by_bytes_and_nothing_is_skipped() -> Non
     assert listed(dict.fromkeys(range(1, 6), third), 1000) == [[1, 2, 3], [4, 5]]
     # An entry larger than a page is still sent.
     assert listed({1: 10, 2: LISTING_PAGE_BYTES + 1, 3: 10}, 1000) == [[1], [2], [3]]
+
+
+def test_a_late_page_of_a_long_list_does_not_compare_all_entries_before_it() -> None:
+    """The event loop waits meanwhile, for each of a thousand pages."""
+    compared = 0
+
+    class Counted(int):
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return int(self) == other
+
+        __hash__ = int.__hash__
+
+    entries = {Counted(number): number for number in range(1000)}
+    compared = 0
+    found, _ = page({P: entries}, lambda number: ipb.RequestSummary(publication=number), 10, make_token((P, 989)))
+    assert [message.publication for message in found] == list(range(990, 1000))
+    assert compared < 100

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
@@ -34,6 +35,8 @@ from kvferry.errors import (
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.steps import PublicationStep
+from kvferry_server.servicers.callers import nobody
+from kvferry_server.servicers.kv_transfer import KVTransfer
 from kvferry_server.servicers.limits import READ_STEPS
 from tests.support.node_in_process import (
     ADVERTISE,
@@ -392,3 +395,15 @@ async def test_caller_that_leaves_while_waiting_leaves_no_waiter_behind(ready: N
     await until_waiting(ready, calls=0)
     await ready.publish()
     assert steps(await ready.read(lease_id=lease_id)) == [0]
+
+
+async def test_an_answer_is_counted_against_the_host_that_asked_for_it(ready: Node) -> None:
+    """Also if another host asks again for the same read, as ranks of one engine do."""
+    await ready.publish()
+    service, held = KVTransfer(ready.home, cast(Any, None), cast(Any, None), nobody), ready.home.memory._by_host.held
+    for host in ("192.0.2.1", "192.0.2.2"):
+        context = Mock(peer=lambda host=host: f"ipv4:{host}:4711", time_remaining=lambda: None)
+        answer = await service.ReadBlocks(read_request(), context)
+        assert held(host) == len(answer)
+        context.add_done_callback.call_args.args[0](context)
+        assert held(host) == 0

@@ -14,9 +14,11 @@ import pytest
 
 from kvferry.errors import InvalidField, KvferryError, LimitReached, RelayLoop, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.admin import service as admin
 from kvferry_server.domain.journal import EventLog
 from kvferry_server.domain.values import NOBODY, Names
-from kvferry_server.servicers import relay
+from kvferry_server.node.limits import RESERVED_FILES
+from kvferry_server.servicers import limits, relay
 from kvferry_server.servicers.relay import Caller, Relays
 from tests.support.node_in_process import TIMEOUT, proto, register_request
 from tests.support.node_servers import free_port
@@ -67,6 +69,12 @@ async def ended(tasks: list[asyncio.Task[pb.WatchResponse]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_connections_of_relayed_calls_take_no_files_from_others() -> None:
+    """A hostile caller that names silent homes would otherwise use up the files of the process."""
+    for_others = 64 + admin.MAX_CONNECTIONS
+    assert limits.MAX_RELAYED_CALLS + limits.MAX_RELAYED_DECLINES + for_others <= RESERVED_FILES
 
 
 @pytest.mark.parametrize("names", [NOBODY, frozenset({b"spiffe://fleet/one"})], ids=["a host", "an identity"])

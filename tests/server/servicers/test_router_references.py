@@ -243,6 +243,19 @@ async def test_caller_takes_at_most_half_of_the_remembered_declines(tmp_path: Pa
         assert again.HasField("done")
 
 
+async def test_declines_at_an_engine_that_nobody_asks_any_more_leave_their_places_to_others(tmp_path: Path) -> None:
+    async with small(tmp_path, router_keys=4) as node:
+        await node.open_engine(E)
+        await node.register(ref=E)
+        there = [made(f"room-{index}", engine_id=E.engine_id) for index in range(2)]
+        assert [result.HasField("done") for result in await decline(node, *there)] == [True, True]
+        (refused,) = await decline(node, made())
+        assert isinstance(error_of(refused), LimitReached)
+        node.pass_by(TIMES.max_wait)
+        (told,) = await decline(node, made())
+        assert told.HasField("done")
+
+
 async def test_past_keys_are_bounded(ready: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry_server.domain.router_keys.MAX_PAST_ROUTER_KEYS", 2)
     before = ready.home.memory.held(P)

@@ -87,3 +87,15 @@ async def test_an_idle_worker_has_no_thread(worker: Worker) -> None:
     running = await worker.run("a", threading.current_thread)
     running.join(WITHIN)
     assert not running.is_alive()
+
+
+def test_call_that_outlives_its_event_loop_leaves_no_error_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    worker, go_on = Worker(), threading.Event()
+
+    async def begin() -> None:
+        (await asked(worker, "a", lambda: go_on.wait(WITHIN))).cancel()
+
+    asyncio.run(begin())
+    go_on.set()
+    worker.join()
+    assert not caplog.records
