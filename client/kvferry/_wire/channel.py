@@ -121,6 +121,10 @@ class TlsConfig:
     key: Path | None = None
 
     def __post_init__(self) -> None:
+        for name, path in (("tls_ca", self.ca), ("tls_cert", self.cert), ("tls_key", self.key)):
+            if "\n" in str(path) or "-----BEGIN" in str(path):
+                # Perhaps the key itself: the error of opening such a file would show the key as the name.
+                raise InvalidField(name, Path, "the name of a file, not what is in it")
         if (self.cert is None) != (self.key is None):
             missing, given = ("tls_key", "tls_cert") if self.key is None else ("tls_cert", "tls_key")
             raise InvalidField(missing, None, f"a file, because {given} is given")

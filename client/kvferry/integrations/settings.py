@@ -3,10 +3,12 @@ vLLM and SGLang need themselves."""
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, TypeVar
+from dataclasses import fields, is_dataclass
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -39,8 +41,20 @@ def made(kind: type[Made], given: Mapping[str, object], *, text: bool = False) -
         # Of the class itself, which has written the value into its message already.
         place.append(cause.values["field"])
         raise InvalidField(".".join(place), _Said(cause.values["value"]), cause.values["expected"])
+    if error["type"] == "unexpected_keyword_argument":
+        raise InvalidField(".".join(place), shown(error["input"]), _instead(kind, place))
     expected = re.sub("^(Input|String) should (be )?", "", error["msg"])
     raise InvalidField(".".join(place), shown(error["input"]), expected)
+
+
+def _instead(kind: Any, place: list[str]) -> str:
+    """Return the text of an error about an unknown name: a likely replacement, or all names."""
+    for name in place[:-1]:
+        hint = get_type_hints(kind)[name]
+        kind = next(each for each in (hint, *get_args(hint)) if is_dataclass(each))
+    known = sorted(each.name for each in fields(kind))
+    near = difflib.get_close_matches(place[-1], known, 1, 0.5)
+    return f"{near[0]!r}, perhaps: there is no such name" if near else f"one of {', '.join(known)}"
 
 
 def shown(value: object) -> object:

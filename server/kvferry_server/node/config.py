@@ -296,7 +296,10 @@ def _is_endpoint(url: str) -> bool:
 
 
 def shown(value: object) -> object:
-    """Return a value as messages show it: a URL without its password and query."""
+    """Return a value as messages show it: a URL without its password and query, and nothing of a key that stands in
+    place of its file's name."""
+    if "-----BEGIN" in str(value):
+        return "-----BEGIN..."
     if not isinstance(value, str) or "//" not in value:
         return value
     return re.sub(r"\?.*", "?...", re.sub("//.*@", "//...@", value), flags=re.DOTALL)

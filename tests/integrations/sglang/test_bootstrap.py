@@ -8,10 +8,13 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 
 import pytest
 
 from kvferry._wire.reference import parse_reference
+from kvferry.integrations.sglang import bootstrap
 from kvferry.integrations.sglang.bootstrap import (
     KvferryBootstrapServer,
     Source,
@@ -143,6 +146,40 @@ def test_decode_survives_any_answer_of_an_address_in_a_request() -> None:
             peer.recv(1000)
             peer.sendall(b"HTTP/1.0 200 OK\r\n\r\n" + body)
         until(lambda: "is not the bootstrap server" in sources.get(address)[1])
+
+
+def test_an_answer_that_drips_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few threads ask: addresses that never end their answers must not keep them."""
+    monkeypatch.setattr(bootstrap, "ASK_TIMEOUT", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as dripping:
+        address = f"127.0.0.1:{dripping.getsockname()[1]}"
+        sources = Sources()
+        sources.get(address)
+        peer, _ = dripping.accept()
+        peer.sendall(b"HTTP/1.0 200 OK\r\nX-Drip: ")
+
+        def ended() -> bool:
+            # Slower than a line may become too long, and faster than its timeout.
+            threading.Event().wait(0.05)
+            with suppress(OSError):
+                peer.sendall(b"x")
+            return sources.get(address)[1] != ""
+
+        with peer:
+            until(ended)
+
+
+def asks(sources: Sources, address: str) -> bool:
+    return "others" not in sources.get(address)[1]
+
+
+def test_addresses_that_are_asked_once_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests name them, and may name another one each time."""
+    monkeypatch.setattr(bootstrap, "MAX_KNOWN", 4)
+    sources = Sources()
+    for number in range(40):
+        until(partial(asks, sources, f"127.0.0.1:{number + 1}"))
+    assert len(sources._asked) <= 4
 
 
 def test_bootstrap_server_serves_no_other_paths(server: KvferryBootstrapServer) -> None:

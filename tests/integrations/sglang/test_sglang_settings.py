@@ -56,3 +56,16 @@ def test_errors_of_wrong_values_name_the_variable(name: str, given: str) -> None
     with pytest.raises(InvalidField) as refused:
         Settings.of({**ADDRESS, name: given})
     assert refused.value.values["field"] == name
+
+
+def test_an_error_without_an_address_says_what_it_is() -> None:
+    with pytest.raises(InvalidField, match="node server's address"):
+        Settings.of({})
+
+
+def test_a_key_in_place_of_its_files_name_is_refused_and_not_shown() -> None:
+    text = "-----BEGIN PRIVATE KEY-----\nc2VjcmV0\n-----END PRIVATE KEY-----\n"
+    found = Settings.of({**ADDRESS, "KVFERRY_TLS_CERT": "/c.pem", "KVFERRY_TLS_KEY": text})
+    with pytest.raises(InvalidField, match="not what is in it") as refused:
+        found.client()
+    assert "c2VjcmV0" not in f"{refused.value} {refused.value.values}"

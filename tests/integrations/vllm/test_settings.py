@@ -49,13 +49,13 @@ def test_options_of_a_client_can_all_be_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "field", "said"),
     [
-        ({"adress": "a:1"}, "adress", "keyword"),
-        ({"nixl": {"ucx_tsl": "tcp"}}, "nixl.ucx_tsl", "keyword"),
-        ({"staging": {"costs": {"bite": 1}}}, "staging.costs.bite", "keyword"),
-        ({"zzz": 1}, "zzz", "keyword"),
+        ({"adress": "a:1"}, "adress", "'address'"),
+        ({"nixl": {"ucx_tsl": "tcp"}}, "nixl.ucx_tsl", "'ucx_tls'"),
+        ({"staging": {"costs": {"bite": 1}}}, "staging.costs.bite", "'byte'"),
+        ({"zzz": 1}, "zzz", "allowed_homes"),
         # JSON has no such keys, but vLLM's Python interface takes them.
-        ({5: 1}, "5", "keyword"),
-        ({"tls": {5: "x"}}, "tls.5", "keyword"),
+        ({5: 1}, "5", "allowed_homes"),
+        ({"tls": {5: "x"}}, "tls.5", "ca, cert, key"),
         # Of vLLM's NixlConnector: what kvferry has instead.
         ({"kv_lease_duration": 30}, "kv_lease_duration", "--ttl"),
         ({"nixl": {"reading_agents": 0}}, "nixl.reading_agents", "at least 1"),

@@ -118,6 +118,15 @@ def test_error_names_the_variable_or_the_file(file: Path, monkeypatch: pytest.Mo
     assert f"hodl is 3 (from {file}): no such setting; did you mean hold?" in str(caught.value)
 
 
+def test_a_key_in_place_of_its_files_name_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "-----BEGIN PRIVATE KEY-----\nc2VjcmV0\n-----END PRIVATE KEY-----\n"
+    monkeypatch.setenv("KVFERRYD_TLS_CERT", "/c.pem")
+    monkeypatch.setenv("KVFERRYD_TLS_KEY", text)
+    with pytest.raises(BadConfig, match=r"tls_key.*not what is in it") as caught:
+        load({})
+    assert "c2VjcmV0" not in f"{caught.value} {caught.value.values}"
+
+
 @pytest.mark.parametrize("content", ["ttl =", "\x00", None])
 def test_unreadable_config_file_is_named(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "node.toml"

@@ -97,6 +97,14 @@ def test_unusable_tls_files_are_named(tmp_path: Path) -> None:
         connect("127.0.0.1:1", TlsConfig(ca=tmp_path / "nowhere.pem"))
 
 
+@pytest.mark.parametrize("field", ["ca", "cert", "key"])
+def test_what_is_in_a_file_is_no_name_of_it_and_is_not_shown(field: str) -> None:
+    text = "-----BEGIN PRIVATE KEY-----\nc2VjcmV0\n-----END PRIVATE KEY-----\n"
+    with pytest.raises(InvalidField, match=f"tls_{field}.*not what is in it") as refused:
+        TlsConfig(**{field: Path(text)})
+    assert "c2VjcmV0" not in f"{refused.value} {refused.value.values}"
+
+
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Kvferryd]:
     with Kvferryd("--listen", "127.0.0.1:0", "--unix", "") as server:

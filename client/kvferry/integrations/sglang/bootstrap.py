@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 PATH = "/kvferry"
 ASK_TIMEOUT = 5.0
-"""Seconds without a byte until a question has failed."""
+"""Seconds for one question, after as many for its connection."""
 AGAIN = 0.5
 """Seconds until a failed question is repeated."""
 REFERENCE = "kvf1."
@@ -42,7 +42,7 @@ MAX_RID = 128
 QUEUE = 64
 """Connections that may wait to be accepted: all decode instances ask at once after a restart."""
 MAX_KNOWN = 4096
-"""Prefill instances that are remembered: requests may name any number of addresses."""
+"""Prefill instances that are remembered, and open questions: requests may name any number of addresses."""
 ASKING = 16
 """Questions at once: some addresses may never answer."""
 
@@ -208,6 +208,10 @@ class Sources:
             return known, ""
         asked, since = self._asked.get(address, (None, 0.0))
         if asked is None:
+            if len(self._asked) >= MAX_KNOWN:
+                self._asked = {name: each for name, each in self._asked.items() if not each[0].done()}
+            if len(self._asked) >= MAX_KNOWN:
+                return None, f"{MAX_KNOWN} others are being asked"
             self._asked[address] = (self._threads.submit(_ask, address), time.monotonic())
             return None, ""
         if not asked.done():
@@ -237,9 +241,22 @@ def _ask(address: str) -> Source:
 def _exchange(address: str, method: str, body: bytes | None = None) -> bytes:
     """Call a bootstrap server, without the environment's proxies: the server is in the cluster."""
     with closing(HTTPConnection(address, timeout=ASK_TIMEOUT)) as connection:
-        connection.request(method, PATH, body)
-        answer = connection.getresponse()
-        received = answer.read(MAX_BODY)
+        connection.connect()
+        # The connection's own timeout begins again with each byte, and few threads ask.
+        ends = threading.Timer(ASK_TIMEOUT, _cut, (connection.sock,))
+        ends.daemon = True
+        ends.start()
+        try:
+            connection.request(method, PATH, body)
+            answer = connection.getresponse()
+            received = answer.read(MAX_BODY)
+        finally:
+            ends.cancel()
     if answer.status != 200:
         raise ConnectionError(f"HTTP {answer.status} {answer.reason}")
     return received
+
+
+def _cut(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

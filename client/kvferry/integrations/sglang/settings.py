@@ -45,6 +45,8 @@ class Settings:
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> Settings:
         named = {each.name: environment.get(f"KVFERRY_{each.name.upper()}", "") for each in fields(cls)}
+        if not named["address"]:
+            raise InvalidField("KVFERRY_ADDRESS", "", "the node server's address, unix:/path or host:port")
         try:
             return made(cls, {name: text for name, text in named.items() if text}, text=True)
         except InvalidField as error:

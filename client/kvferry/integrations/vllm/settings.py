@@ -64,10 +64,6 @@ class ConnectorSettings:
             raise InvalidField(
                 "address", "", f"the node server's address, in kv_connector_extra_config or {ADDRESS_VARIABLE}"
             )
-        for name in ("ca", "cert", "key") if self.tls is not None else ():
-            if "-----BEGIN" in str(getattr(self.tls, name)):
-                # Perhaps the key itself: the error of opening such a file would log the key as the name.
-                raise InvalidField(f"tls.{name}", str, "the name of a file, not what is in it")
 
     @classmethod
     def of(cls, extra: Mapping[str, object]) -> ConnectorSettings:
