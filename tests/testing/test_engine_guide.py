@@ -106,6 +106,17 @@ def test_windows_and_states_are_published_in_the_steps_of_the_table(fabric: Fabr
                 world.prefill.session.publish_more(publication, {name: early[name]}, last=False)
 
 
+def test_a_step_that_does_not_continue_is_refused_and_loses_nothing(fabric: Fabric) -> None:
+    world = Layers(fabric)
+    session = world.prefill.session
+    publication = session.publish("request", {"full": Blocks([4], end_token=16)}, last=False)
+    for wrong in (Blocks([5], first_token=32, end_token=48), Blocks([5], first_token=16, end_token=30)):
+        with pytest.raises(InvalidField, match=r"where the step before ended|this is not the last step"):
+            session.publish_more(publication, {"full": wrong}, last=False)
+    session.publish_more(publication, {"full": Blocks([5], first_token=16, end_token=32)}, last=False)
+    assert [held.number for held in session.unreleased()] == [publication.number]
+
+
 class Preempted:
     """A prefill engine that has published 32 of 48 tokens, and a reader that has them."""
 

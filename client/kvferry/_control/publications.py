@@ -22,7 +22,7 @@ from kvferry._wire.authority import publication_key
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry._wire.publication import hint_of
 from kvferry._wire.reference import MAX_REFERENCE_MARKS, add_hint, format_reference
-from kvferry.errors import RouterKeyUsed, WrongState
+from kvferry.errors import InvalidField, RouterKeyUsed, WrongState
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = Log(__name__)
@@ -121,6 +121,7 @@ class _Held:
     """A publication that is not released yet, with all that a restarted home needs.
 
     Attributes:
+        ends: one past the last token of each group.
         abort: None: the publication is not withdrawn.
         sending: number of calls in progress with which a home may accept the publication; its final deadline is unknown
             until they have ended.
@@ -130,6 +131,7 @@ class _Held:
     publication: Publication
     steps: list[pb.Publish]
     marker: Marker
+    ends: dict[str, int]
     abort: pb.Abort | None = None
     sending: int = 0
     release_at: float = math.inf
@@ -194,7 +196,7 @@ class Offers:
         if self._hints and step.last and not step.checksums and not step.router_key:
             step.hint_digest = add_hint(reference, hint_of(step))
         publication = Publication(step.publication, step.request_id, format_reference(reference), traceparent)
-        self._held[publication.number] = _Held(publication, [step], marker, sending=1)
+        self._held[publication.number] = _Held(publication, [step], marker, _ends(step), sending=1)
         if step.router_key:
             self._by_router_key[step.router_key] = step.publication
         logger.debug("published: request_id=%r publication=%d", step.request_id, publication.number)
@@ -214,15 +216,21 @@ class Offers:
 
         Raises:
             WrongState: the publication is complete, or was released.
-            InvalidField: the prompt does not continue the publication's.
+            InvalidField: the prompt, or the tokens of a group, do not continue the publication's.
         """
         held = self._incomplete(number)
+        for group in step.groups:
+            end = held.ends.get(group.group, group.first_token)
+            if group.first_token != end:
+                expected = f"{end}, where the step before ended"
+                raise InvalidField(f"first token of blocks[{group.group!r}]", group.first_token, expected)
         held.marker.follow(prompt)
         held.marker.mark(step, held.steps)
         first = held.steps[0]
         step.publication, step.request_id = number, first.request_id
         step.step = len(held.steps)
         held.steps.append(step)
+        held.ends.update(_ends(step))
         held.sending += 1
 
     def as_of_now(self, told: pb.Notification) -> pb.Notification:
@@ -355,3 +363,7 @@ def _notifications(
             yield pb.Notification(abort=abort)
         else:
             yield from (pb.Notification(publish=step) for step in steps)
+
+
+def _ends(step: pb.Publish) -> dict[str, int]:
+    return {group.group: group.end_token for group in step.groups}

@@ -11,7 +11,7 @@ from kvferry._control.batches import ADDED_BYTES, SENT_NOTIFY_BYTES, check_size
 from kvferry._control.publications import Publication
 from kvferry._engine_spec import EngineSpec
 from kvferry._prompt import Prompt
-from kvferry._wire.geometry_codec import blocks_to_proto
+from kvferry._wire.geometry_codec import blocks_to_proto, runs_from_proto
 from kvferry._wire.reference import engine_ids, parse_reference
 from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import (
@@ -22,6 +22,7 @@ from kvferry.geometry.blocks import (
     Blocks,
     blocks_by_group,
     check_ids,
+    check_published,
     without_nulls,
 )
 from kvferry.geometry.model import GroupKind
@@ -137,7 +138,7 @@ def new_step(spec: EngineSpec, given: Publish | PublishMore) -> tuple[dict[str, 
     """Make a step without its numbers. Returns the ids of its blocks by group, and the step. Raises the errors of
     `EngineSession.publish` that need no home."""
     blocks = {name: without_nulls(spec.group(name), listed) for name, listed in given.blocks.items()}
-    groups = [_encoded(spec, name, listed) for name, listed in blocks.items()]
+    groups = [_encoded(spec, name, listed, last=given.last) for name, listed in blocks.items()]
     step = pb.Publish(last=given.last, payload=given.payload)
     if isinstance(given, Publish):
         step.request_id, step.expected_reads, step.checksums = given.request_id, given.expected_reads, given.checksums
@@ -219,7 +220,10 @@ def _complete(begun: Sequence[pb.GroupBlocks], step: pb.Publish) -> None:
         group.CopyFrom(whole)
 
 
-def _encoded(spec: EngineSpec, name: str, blocks: Blocks) -> pb.GroupBlocks:
+def _encoded(spec: EngineSpec, name: str, blocks: Blocks, *, last: bool) -> pb.GroupBlocks:
     group = spec.group(name)
     check_ids(name, "source", blocks.ids, group.num_blocks, group.null_block)
-    return blocks_to_proto(name, blocks, group.block_tokens)
+    encoded = blocks_to_proto(name, blocks, group.block_tokens)
+    # The home would refuse the step, and with it the publication.
+    check_published(group, f"blocks[{name!r}]", runs_from_proto(encoded), last=last)
+    return encoded

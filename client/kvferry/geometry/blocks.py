@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvferry._arguments import described, instance, integer, mapping, text
 from kvferry.errors import BadBlock, BlocksShort, InvalidField
-from kvferry.geometry.model import Group
+from kvferry.geometry.model import Group, GroupKind
 
 BlockIds: TypeAlias = npt.NDArray[np.int32]
 AnyIds: TypeAlias = npt.NDArray[np.signedinteger[Any]]
@@ -169,6 +169,34 @@ class BlockRuns:
         """These blocks and the blocks after them, of the same group, as one."""
         starts, counts = self.starts + more.starts, self.counts + more.counts
         return BlockRuns(self.group, self.first_token, more.end_token, more.state_token, starts, counts)
+
+
+def check_published(group: Group, where: str, blocks: BlockRuns, *, last: bool) -> None:
+    """Check the blocks that a step of a publication gives of a group, at the source and at its home; `last`: no step
+    follows. Raises `InvalidField`, in which `where` names the blocks: tokens and number of blocks do not match, or the
+    step has something that only the last step may have."""
+    if group.kind is GroupKind.STATE:
+        if blocks.first_token or blocks.end:
+            raise InvalidField(where, (blocks.first_token, blocks.end), "no token range in a state group")
+    elif blocks.state_token:
+        raise InvalidField(f"{where}.state_token", blocks.state_token, "0, because this is no state group")
+    else:
+        end_block = -(-blocks.end // group.block_tokens)
+        needed = 0
+        if blocks.end > blocks.first_token:
+            needed = end_block - blocks.first_token // group.block_tokens
+        if blocks.num_blocks != needed:
+            tokens = f"tokens [{blocks.first_token}, {blocks.end})"
+            expected = f"{needed} for {tokens} in blocks of {group.block_tokens}"
+            raise InvalidField(where, f"{blocks.num_blocks} block ids", expected)
+    if last:
+        return
+    # Blocks that the source may still write to come last (PROTOCOL, What the source promises when it publishes).
+    if group.kind is not GroupKind.TOKENS:
+        raise InvalidField(where, group.kind.name, "a group of kind TOKENS, because this is not the last step")
+    if blocks.end % group.block_tokens:
+        expected = f"full blocks of {group.block_tokens} tokens, because this is not the last step"
+        raise InvalidField(where, f"end_token {blocks.end}", expected)
 
 
 def id_runs(ids: AnyIds) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvferry.errors import BadBlock, InvalidField
-from kvferry.geometry.blocks import BlockRuns, Unfinished
-from kvferry.geometry.model import Group, GroupKind
+from kvferry.geometry.blocks import BlockRuns, Unfinished, check_published
+from kvferry.geometry.model import Group
 from kvferry_server.domain.values import RouterKey
 
 
@@ -76,33 +76,8 @@ def _check_groups(groups: Mapping[str, Group], field: str, listed: Sequence[Bloc
         group = groups.get(blocks.group)
         if group is None:
             raise InvalidField(f"{field}.group", blocks.group, f"one of {sorted(groups)}")
-        _check_tokens(group, f"{field}[{group.name}]", blocks, last)
+        check_published(group, f"{field}[{group.name}]", blocks, last=last)
         _check_ids(group, blocks)
-
-
-def _check_tokens(group: Group, where: str, blocks: BlockRuns, last: bool) -> None:
-    if group.kind is GroupKind.STATE:
-        if blocks.first_token or blocks.end:
-            raise InvalidField(where, (blocks.first_token, blocks.end), "no token range in a state group")
-    elif blocks.state_token:
-        raise InvalidField(f"{where}.state_token", blocks.state_token, "0, because this is no state group")
-    else:
-        end_block = -(-blocks.end // group.block_tokens)
-        needed = 0
-        if blocks.end > blocks.first_token:
-            needed = end_block - blocks.first_token // group.block_tokens
-        if blocks.num_blocks != needed:
-            tokens = f"tokens [{blocks.first_token}, {blocks.end})"
-            expected = f"{needed} for {tokens} in blocks of {group.block_tokens}"
-            raise InvalidField(where, f"{blocks.num_blocks} block ids", expected)
-    if last:
-        return
-    # Blocks that the source may still write to come last (PROTOCOL, What the source promises when it publishes).
-    if group.kind is not GroupKind.TOKENS:
-        raise InvalidField(where, group.kind.name, "a group of kind TOKENS, because this is not the last step")
-    if blocks.end % group.block_tokens:
-        expected = f"full blocks of {group.block_tokens} tokens, because this is not the last step"
-        raise InvalidField(where, f"end_token {blocks.end}", expected)
 
 
 def _check_ids(group: Group, blocks: BlockRuns) -> None:
