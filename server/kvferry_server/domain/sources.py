@@ -46,6 +46,9 @@ class Sources:
         engine, publication, now = self._records.begin_with(source, step.number)
         if publication is None or publication.stage is PublicationStage.AWAITED:
             engine.check_may_arrive(step.number, now)
+        elif publication.acknowledged:
+            # Nothing would be told of it any more.
+            raise publication.refusal()
         elif step.index < publication.step_count:
             if publication.steps and publication.steps[step.index] != step:
                 raise InvalidField("publish.step", step.index, "the same content as when it was first sent")
@@ -160,7 +163,8 @@ class Sources:
                     self._abort(publication, now)
         engine.close_below(high_water)
         engine.snapshot, engine.recovering = None, False
-        self.acknowledge(source, [number for number, one in engine.publications.items() if one.acknowledged])
+        for publication in [one for one in engine.publications.values() if one.acknowledged]:
+            self._records.forget(publication)
 
     def _check_step(self, engine: Engine, publication: PublicationRecord, step: PublicationStep) -> None:
         if step.index == 0 and self._records.draining:
