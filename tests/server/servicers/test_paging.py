@@ -46,7 +46,7 @@ def test_a_late_page_of_a_long_list_does_not_compare_all_entries_before_it() -> 
 
         __hash__ = int.__hash__
 
-    entries = {Counted(number): number for number in range(1000)}
+    entries: dict[int, int] = {Counted(number): number for number in range(1000)}
     compared = 0
     found, _ = page({P: entries}, lambda number: ipb.RequestSummary(publication=number), 10, make_token((P, 989)))
     assert [message.publication for message in found] == list(range(990, 1000))
