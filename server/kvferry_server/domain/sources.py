@@ -46,6 +46,9 @@ class Sources:
         engine, publication, now = self._records.begin_with(source, step.number)
         if publication is None or publication.stage is PublicationStage.AWAITED:
             engine.check_may_arrive(step.number, now)
+        elif publication.acknowledged:
+            # Nothing would be told of it any more.
+            raise publication.refusal()
         elif step.index < publication.step_count:
             if publication.steps and publication.steps[step.index] != step:
                 raise InvalidField("publish.step", step.index, "the same content as when it was first sent")

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from kvferry._wire.outcomes import ReleaseOutcome
-from kvferry.errors import KvferryError, LimitReached, PublicationStale
+from kvferry.errors import KvferryError, LimitReached, PublicationReleased, PublicationStale
 from kvferry.geometry.blocks import BlockRuns
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine import Process, Role
@@ -371,6 +371,8 @@ def test_publication_whose_release_is_acknowledged_does_not_arrive_again_during_
     scene.sources.acknowledge(P, [1])
     with pytest.raises(KvferryError):
         scene.grant(1)
+    with pytest.raises(PublicationReleased):
+        scene.publish(1)
     scene.sources.abort(P, 1)
     scene.wait(3 * TIMES.max_ttl)
     assert not scene.told()
