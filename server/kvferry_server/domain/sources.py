@@ -163,7 +163,8 @@ class Sources:
                     self._abort(publication, now)
         engine.close_below(high_water)
         engine.snapshot, engine.recovering = None, False
-        self.acknowledge(source, [number for number, one in engine.publications.items() if one.acknowledged])
+        for publication in [one for one in engine.publications.values() if one.acknowledged]:
+            self._records.forget(publication)
 
     def _check_step(self, engine: Engine, publication: PublicationRecord, step: PublicationStep) -> None:
         if step.index == 0 and self._records.draining:
