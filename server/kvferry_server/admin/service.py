@@ -46,6 +46,8 @@ MAX_HEADERS = 64
 SHARE = 0.1
 """Fraction of the event loop's time that metrics may take, and as much again for pages and lists, however many are
 requested: after each comes a pause, in which the next ones wait."""
+METRICS_KEPT = 0.5
+"""How long the same metrics are answered again: clients that scrape without pause keep no others waiting."""
 
 HTML = "text/html; charset=utf-8"
 TEXT = "text/plain; charset=utf-8"
@@ -77,14 +79,23 @@ class Share:
         self._turn = asyncio.Lock()
         self._until = float("-inf")
 
-    def of(self, make: Callable[[Query], Answer]) -> Callable[[Query], Awaitable[Answer]]:
+    def of(self, make: Callable[[Query], Answer], kept: float = 0.0) -> Callable[[Query], Awaitable[Answer]]:
+        """Return a function that makes answers in turn. For `kept` seconds it gives the same one again."""
+        last: Answer = 0, "", b""
+        fresh_until = float("-inf")
+
         async def made(query: Query) -> Answer:
+            nonlocal last, fresh_until
             loop = asyncio.get_running_loop()
             async with self._turn:
+                if loop.time() < fresh_until:
+                    return last
                 await asyncio.sleep(max(0.0, self._until - loop.time()))
                 began = loop.time()
                 try:
-                    return make(query)
+                    last = make(query)
+                    fresh_until = loop.time() + kept
+                    return last
                 finally:
                     took = loop.time() - began
                     self._until = began + took / SHARE
@@ -125,7 +136,7 @@ class AdminService(web.Server):
             "/": pages.of(lambda query: _page(page.front(node, query))),
             "/page.css": lambda _: (200, "text/css; charset=utf-8", css),
             "/page.js": lambda _: (200, "text/javascript; charset=utf-8", script),
-            "/metrics": metrics.of(lambda _: (200, CONTENT_TYPE_LATEST, collector.text())),
+            "/metrics": metrics.of(lambda _: (200, CONTENT_TYPE_LATEST, collector.text()), METRICS_KEPT),
             "/healthz": lambda _: _probe(node.why_not_healthy()),
             "/readyz": lambda _: _probe(node.why_not_healthy() or node.why_not_ready()),
             "/statusz": pages.of(lambda _: _json(overview(node))),

@@ -26,7 +26,7 @@ from kvferry_server.domain.limits import Limits
 from kvferry_server.node.loading import configure
 from kvferry_server.node.server import NodeServer
 from tests.server.admin.conftest import Watched
-from tests.support.admin_listeners import Scraped
+from tests.support.admin_listeners import Scraped, get
 from tests.support.node_servers import Kvferryd
 from tests.support.parties import P2, SECRETS, P, Scene, blocks, registration
 from tests.support.raw_parties import Party
@@ -254,3 +254,8 @@ async def test_counting_many_connections_takes_a_small_share_of_a_core(monkeypat
     with pytest.raises(asyncio.CancelledError):
         await NodeState.measure_connections(node)
     assert pauses[0] > 9
+
+
+def test_scrapes_without_pause_share_a_measurement(watched: Watched) -> None:
+    texts = {get(watched.admin, "/metrics").body for _ in range(40)}
+    assert len(texts) < 20
