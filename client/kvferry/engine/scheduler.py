@@ -127,7 +127,8 @@ class SchedulerPort(Closing):
             read waits.
 
         Raises:
-            BadReference, RouterKeyUsed, BadBlock, InvalidField: see `EngineSession.publish`.
+            BadReference, RouterKeyUsed, BadBlock, InvalidField: see `EngineSession.publish`. After these and the next
+                error nothing is published, and `released` returns nothing.
             Closed: the engine's session has ended.
         """
         return self._publications.publish(given)

@@ -167,6 +167,11 @@ def test_unsupported_settings_are_refused_with_the_reason(
     check_supported(config, device)
 
 
+def test_a_version_of_vllm_that_is_too_old_is_refused_by_name() -> None:
+    with pytest.raises(InvalidField, match=r"version of vLLM is .* 0\.31\.0 or newer"):
+        check_supported(SimpleNamespace(), "cpu")
+
+
 def test_routed_experts_are_refused_by_name() -> None:
     """vLLM refuses them for the connectors whose names it knows: decode has not computed the prompt."""
     transfer = KVTransferConfig(kv_connector="KvferryConnector", kv_role="kv_both", kv_connector_extra_config=ADDRESS)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
+from vllm.version import __version__
 
 from kvferry import Client, IntegrityOptions, NixlOptions, StagingOptions, TlsConfig
 from kvferry.errors import InvalidField
@@ -119,6 +120,8 @@ class ConnectorSettings:
 def check_supported(vllm_config: Any, device_type: str) -> None:
     """Raise `InvalidField`, which names vLLM's setting and the reason, for unsupported settings. `device_type` is the
     type of the cache's device, as vLLM's platform names it: ``cpu``, ``cuda``, ``xpu``."""
+    if not hasattr(vllm_config, "aux_output_config"):
+        raise InvalidField("version of vLLM", __version__, "0.31.0 or newer")
     buffer = vllm_config.kv_transfer_config.kv_buffer_device
     if buffer != device_type:
         raise InvalidField(
