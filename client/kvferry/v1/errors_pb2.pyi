@@ -265,8 +265,8 @@ DEADLINE_REQUIRED: ErrorReason.ValueType  # 3
 """
 INVALID_FIELD: ErrorReason.ValueType  # 4
 """INVALID_ARGUMENT: a field is missing, malformed or out of range. Metadata: field, value, expected. Next step: make
-the field what `expected` says. If only the SDK sent it, caller and node server are of different versions: `kvferry
-version`.
+the field what `expected` says. If only the SDK sent it, caller and node server are of different versions: compare
+`kvferry doctor` with `kvferry info`.
 """
 BAD_GEOMETRY: ErrorReason.ValueType  # 5
 """INVALID_ARGUMENT: a geometry that contradicts itself, or ranks that together lack units or tokens of a plane that
