@@ -71,7 +71,8 @@ class Reading:
             expected_reads=expected_reads,
         )
         self.acquisition = Acquisition(
-            self.loop, self.request, asked, self.renewals, self._gave_up, self._begin_aside, self._changed
+            *(self.loop, self.request, asked, self.renewals, self._gave_up, self._begin_aside),
+            *(asyncio.Semaphore(1), self._changed),
         )
         self._running: Future[None] = self.loop.submit(self._follow())
 

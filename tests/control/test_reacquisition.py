@@ -45,7 +45,14 @@ class World:
         home = cast(Control, SimpleNamespace(address="home:1", read_blocks=self._read_blocks))
         request = AcquireRequest(home, pb.Reference(engine_id="source"), "reference", "read", 1, 0, BEGAN + 600)
         self.acquisition = Acquisition(
-            loop, request, ASKED, self.renewals, lambda _, lease, __: self.given_back.append(lease), bool, bool
+            loop,
+            request,
+            ASKED,
+            self.renewals,
+            lambda _, lease, __: self.given_back.append(lease),
+            bool,
+            asyncio.Semaphore(1),
+            bool,
         )
         self.acquisition._granted = self.acquisition._over = True
         monkeypatch.setattr(acquisition, "asyncio", SimpleNamespace(sleep=self._sleep))

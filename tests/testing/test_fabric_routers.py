@@ -312,3 +312,41 @@ def test_a_client_needs_a_directory_for_references_without_a_home(fabric: Fabric
     client: Client = fabric.client()
     with pytest.raises(KvferryError, match="names no home"):
         client.decline(router_reference("", "p"))
+
+
+def test_requests_of_a_silent_engine_wait_in_turn_and_hold_up_no_other_engine(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry._control.lease_holder.ASKED_AT_ONCE", 2)
+    silent, other, decode = Engine(fabric, "p"), Engine(fabric, "q"), Engine(fabric, "d")
+    references = [made(fabric) for _ in range(4)]
+    # The first two wait at the home, the others for their turn, of which the last is cancelled.
+    waiting = [decode.read(reference, [10 + index])[0] for index, reference in enumerate(references)]
+    fabric.wait_until_waiting(2)
+    of_other = made(fabric, "q")
+    publish(other, of_other)
+    (read,) = decode.read(of_other, MINE)
+    assert read.result(SOON).confirmed
+    waiting[3].cancel()
+    waiting[0].cancel()
+    assert isinstance(waiting[0].exception(SOON), TransferCancelled)
+    silent.session.publish("request", {"full": Blocks([1], end_token=4)}, reference=references[2])
+    assert waiting[2].result(SOON).confirmed
+    fabric.wait_until_waiting(1)
+    waiting[1].cancel()
+    for cancelled in (waiting[1], waiting[3]):
+        assert isinstance(cancelled.exception(SOON), TransferCancelled)
+
+
+def test_a_request_that_waits_for_its_turn_ends_by_its_own_timeout(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry._control.lease_holder.ASKED_AT_ONCE", 1)
+    decode = Engine(fabric, "d")
+    Engine(fabric, "p")
+    (first,) = decode.read(made(fabric), [10])
+    fabric.wait_until_waiting(1)
+    (late,) = decode.read(made(fabric), [11], timeout=0.2)
+    assert isinstance(late.exception(SOON), PublicationTimeout)
+    first.cancel()
+    assert isinstance(first.exception(SOON), TransferCancelled)

@@ -52,6 +52,10 @@ CALLS_AT_ONCE = 128
 largest publication takes. A call that waits for its answer counts less, since the reader of a long prompt must not
 pause when its source publishes the last of many parts."""
 
+ASKED_AT_ONCE = 256
+"""Requests of one engine for whose publications its home is asked at once. Further ones wait for their turn: an engine
+that publishes nothing must not take all the places that its home has for the reads of this host (R10)."""
+
 ACCEPTED_PATIENCE = 1.0
 """Seconds for which a cancelled read waits for its lease, in order to end the lease."""
 
@@ -162,6 +166,7 @@ class Acquisition:
         renewals: renews the lease from its acceptance on.
         give_up: ends a lease that is no longer needed, at its home.
         aside: runs a coroutine that outlives a cancelled acquisition.
+        turns: `ASKED_AT_ONCE`, for all acquisitions from the same engine.
         changed: called after each change of the lease; see `ReaderLease.changed`.
     """
 
@@ -173,6 +178,7 @@ class Acquisition:
         renewals: Renewals,
         give_up: Callable[[Control, ReaderLease, pb.RankOutcome.ValueType], object],
         aside: Callable[[Coroutine[Any, Any, None]], object],
+        turns: asyncio.Semaphore,
         changed: Callable[[], object],
     ) -> None:
         self._loop = loop
@@ -181,6 +187,7 @@ class Acquisition:
         self._renewals = renewals
         self._give_up = give_up
         self._aside = aside
+        self._turns = turns
         self._changed = changed
         self._backoff = Backoff()
         self._began, self._said = loop.now(), False
@@ -214,7 +221,11 @@ class Acquisition:
         outcome: pb.RankOutcome.ValueType = pb.RANK_OUTCOME_CANCELLED
         try:
             self._request.prompt.refuse(self._request.reference)
-            acquired = await self._next(Acquired)
+            await self._take_turn()
+            try:
+                acquired = await self._next(Acquired)
+            finally:
+                self._turns.release()
             self._check(acquired)
             self._granted, self._over = True, acquired.part.complete
         except KvferryError:
@@ -229,6 +240,21 @@ class Acquisition:
                     # So that the source need not wait until the lease expires.
                     self._give_up(self._request.home, self._had, outcome)
         return acquired
+
+    async def _take_turn(self) -> None:
+        if not self._turns.locked():
+            await self._turns.acquire()
+            return
+        taking = asyncio.ensure_future(self._turns.acquire())
+        try:
+            await asyncio.wait((taking,), timeout=max(0.0, self._request.deadline - self._loop.now()))
+            if not taking.done():
+                raise timed_out(self._request)
+        except BaseException:
+            # The turn may come in the same moment.
+            taking.add_done_callback(lambda _: taking.cancelled() or self._turns.release())
+            taking.cancel()
+            raise
 
     def _check(self, acquired: Acquired) -> None:
         """Raise an error for blocks that are of no use; the lease is given back then."""

@@ -8,10 +8,18 @@ import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 from google.protobuf.message import DecodeError
 
-from kvferry._control.acquisition import HOME_PATIENCE, Acquired, AcquireRequest, Acquisition, ReadTerms
+from kvferry._control.acquisition import (
+    ASKED_AT_ONCE,
+    HOME_PATIENCE,
+    Acquired,
+    AcquireRequest,
+    Acquisition,
+    ReadTerms,
+)
 from kvferry._control.asking import AskingAcquisition
 from kvferry._control.batches import read_done
 from kvferry._control.connection import Control, NotificationAnswer
@@ -84,6 +92,8 @@ class LeaseHolder:
         self._reader = engine_ref(token)
         self._secret = token.session_secret
         self._notifier = Notifier(loop, self._reader)
+        self._turns: WeakValueDictionary[tuple[str, str], asyncio.Semaphore] = WeakValueDictionary()
+        """By home and engine, as long as an acquisition has one."""
         self._unseen: set[asyncio.Task[None]] = set()
         """Tasks that end the leases which may be granted to cancelled reads."""
         self._reported: dict[bytes, None] = {}
@@ -193,7 +203,9 @@ class LeaseHolder:
             parties=request.parties,
             expected_reads=request.expected_reads,
         )
-        given = (self._loop, request, asked, self._renewals, self._give_up, self._aside, changed)
+        source = (request.home.address, request.reference.engine_id)
+        turns = self._turns.setdefault(source, asyncio.Semaphore(ASKED_AT_ONCE))
+        given = (self._loop, request, asked, self._renewals, self._give_up, self._aside, turns, changed)
         if request.asked is not None:
             return AskingAcquisition(request.asked, partial(self.withdraw, request), *given)
         return Acquisition(*given)
