@@ -252,9 +252,13 @@ class Acquisition:
                 raise timed_out(self._request)
         except BaseException:
             # The turn may come in the same moment.
-            taking.add_done_callback(lambda _: taking.cancelled() or self._turns.release())
+            taking.add_done_callback(self._give_turn_back)
             taking.cancel()
             raise
+
+    def _give_turn_back(self, taking: asyncio.Future[Any]) -> None:
+        if not taking.cancelled():
+            self._turns.release()
 
     def _check(self, acquired: Acquired) -> None:
         """Raise an error for blocks that are of no use; the lease is given back then."""
