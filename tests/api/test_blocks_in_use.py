@@ -271,7 +271,8 @@ def test_a_release_while_more_is_published_leaves_no_block_in_use(pair: Pair, mo
         name(ids, number)
 
     monkeypatch.setattr(home_session_of(session).block_use, "name", named)
-    home_session_of(session).publish_more(PublishMore(publication, ids(6), last=True))
+    more = {"full": Blocks([6], first_token=TOKENS)}
+    home_session_of(session).publish_more(PublishMore(publication, more, last=True))
     taking.join(30)
     assert released == [publication.number]
     theirs = pair.source.session.publish("theirs", ids(11, 12))
