@@ -136,7 +136,7 @@ def test_nixls_own_libibverbs_has_no_driver_and_the_doctors_advice_repairs_it() 
             [sys.executable, "-c", TWO_AGENTS], capture_output=True, text=True, check=True, timeout=100
         )
         (line,) = [line for line in engine.stderr.splitlines() if WARNING in line]
-        assert "RDMA card (rxe0), and NIXL's UCX uses none: its libibverbs has no driver for rxe0" in line
+        assert "RDMA card (rxe0), and NIXL's UCX uses none. `kvferry doctor` says why" in line
         found = look()["rxe0"]
         assert found.finding == "rdma-no-driver"
         command("sh", "-c", found.do)
