@@ -58,7 +58,7 @@ PARALLEL := -n $(WORKERS) --dist worksteal
 PYTEST := PYTHONHASHSEED=0 .venv/bin/pytest --basetemp "$$base"
 
 # Named tests run whether they are slow or not.
-test: setup ## Run the tests of what a user notices, in about six minutes on two cores (PYTEST_ARGS=, WORKERS=)
+test: setup ## Run the tests of what a user notices, in about five minutes on two cores (PYTEST_ARGS=, WORKERS=)
 	@base=$$(mktemp -d) && trap 'rm -rf "$$base"' EXIT && \
 		$(PYTEST) $(or $(PYTEST_ARGS),-m 'not slow' $(PARALLEL))
 
