@@ -453,7 +453,8 @@ class LeasedReads(Generic[SomeRead]):
             if not read.answered:
                 read.answered, read.verdict = True, verdict
                 read.news.set()
-            if verdict == pb.VERDICT_EXPIRED and read.stage is ReadStage.ENDED and read.error is None:
+            good = read.stage is ReadStage.ENDED and read.error is None
+            if verdict == pb.VERDICT_EXPIRED and good and not read.confirmed:
                 logger.error(
                     "read %s of publication %d of engine %s ended well by its own deadline, but its home says that its "
                     "lease had ended: its bytes may be wrong. Was this machine paused?",
