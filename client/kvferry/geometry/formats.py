@@ -39,6 +39,7 @@ from kvferry.geometry.tensors import (
 Layers = Mapping[str, Tensor]
 """Tensors by layer name."""
 
+CELLS = ("block", "head", "token", "content")
 FP8_DS_BYTES = 656
 _CPU_NATURAL_VALUES = ("vec", "vec16")
 
@@ -53,8 +54,15 @@ def _views(tensors: Layers, *counts: int) -> dict[str, TensorView]:
     return views
 
 
-def _halves(layer: str, view: TensorView, width: int) -> dict[str, int]:
+def _cells(tensors: Layers) -> dict[str, TensorView]:
+    """The memory of each layer's tensor with the axes `CELLS`: a tensor of three axes has one head."""
+    views = _views(tensors, 3, 4)
+    return {layer: view if len(view.shape) == 4 else view.split(0, 1) for layer, view in views.items()}
+
+
+def _halves(layer: str, view: TensorView) -> dict[str, int]:
     """K and V as equal parts of the content; raises `BadGeometry`."""
+    width = view.shape[-1]
     if width % 2:
         raise BadGeometry(f"layer {layer}", f"K and V cannot be equal parts of the content of {view.described}")
     return {"key": width // 2, "value": width // 2}
@@ -103,9 +111,8 @@ def vllm_attention(
         width = view.shape[3]
         if key_dim is not None and not 0 < integer("key_dim", key_dim) < width:
             raise BadGeometry(f"layer {layer}", f"keys of {key_dim} elements in the content of {view.described}")
-        parts = _halves(layer, view, width) if key_dim is None else {"key": key_dim, "value": width - key_dim}
-        axes = ("block", "head", "token", "content")
-        found += planes_of_tensor(view, axes, group, layer, parts, holding)
+        parts = _halves(layer, view) if key_dim is None else {"key": key_dim, "value": width - key_dim}
+        found += planes_of_tensor(view, CELLS, group, layer, parts, holding)
     return tuple(found)
 
 
@@ -160,12 +167,7 @@ def vllm_cells(kv_caches: Layers, group: Group, format: str, holding: Holding | 
     vllm/v1/attention/backends/triton_attn.py (``[K | its float32 scale | V | its float32 scale]``),
     ``triton_turboquant_store`` in vllm/v1/attention/ops/triton_turboquant_store.py.
     """
-    found: list[Plane] = []
-    named = replace(holding or Holding(), format=format)
-    for layer, view in _views(kv_caches, 3, 4).items():
-        axes = ("block", "token", "content") if len(view.shape) == 3 else ("block", "head", "token", "content")
-        found += planes_of_tensor(view, axes, group, layer, ("kv",), named)
-    return tuple(found)
+    return planes_of(_cells(kv_caches), CELLS, group, ("kv",), replace(holding or Holding(), format=format))
 
 
 def vllm_nvfp4(
@@ -200,7 +202,7 @@ def vllm_nvfp4(
             ):
                 cells = _inside(page, begin + offset, (heads, tokens, size))
                 part = Part(name) if size != scale else Part(name, format=scales, token_granule=0)
-                found += planes_of_tensor(cells, ("block", "head", "token", "content"), group, layer, (part,), holding)
+                found += planes_of_tensor(cells, CELLS, group, layer, (part,), holding)
     return tuple(found)
 
 
@@ -215,9 +217,8 @@ def vllm_mla(kv_caches: Layers, group: Group, latent_dim: int, holding: Holding 
     block_size, kv_lora_rank + pe_dim]``); ``create_kv_cache_views`` in vllm/v1/kv_cache_interface.py, 0.32.0.
     """
     found: list[Plane] = []
-    for layer, view in _views(kv_caches, 3, 4).items():
-        axes = ("block", "token", "content") if len(view.shape) == 3 else ("block", "head", "token", "content")
-        found += planes_of_tensor(view, axes, group, layer, _latent_parts(layer, view.shape[-1], latent_dim), holding)
+    for layer, view in _cells(kv_caches).items():
+        found += planes_of_tensor(view, CELLS, group, layer, _latent_parts(layer, view.shape[-1], latent_dim), holding)
     return tuple(found)
 
 
@@ -237,7 +238,7 @@ def vllm_mla_fp8_ds(kv_caches: Layers, group: Group, holding: Holding | None = N
     scales, 64 bfloat16.
     """
     for layer, view in _views(kv_caches, 3, 4).items():
-        if view.tail_bytes(len(view.shape) - 1) != FP8_DS_BYTES:
+        if view.shape[-1] * view.itemsize != FP8_DS_BYTES:
             raise BadGeometry(f"layer {layer}", f"rows of {FP8_DS_BYTES} bytes are expected of {view.described}")
     return vllm_cells(kv_caches, group, "vllm-fp8-ds-mla", holding)
 
@@ -324,17 +325,15 @@ def vllm_cpu(kv_caches: Layers, group: Group, isa: str, holding: Holding | None 
     """
     if not re.fullmatch(r"[a-z0-9_]{2,16}", text("isa", isa)):
         raise BadGeometry("tensor", f"isa is {isa!r}, not the name of an instruction set like 'vec' or 'amx'")
-    own = f"vllm-cpu-{isa}"
-    parts = [Part("key", kv=0, format=own, token_granule=0), Part("value", kv=1, format=own, token_granule=0)]
+    key = f"vllm-cpu-{isa}"
+    value: str | None = key
     if isa in _CPU_NATURAL_VALUES:
         # The kernels differ in their tiles only, so their pages are the same. V could be cut by token. But K cannot,
         # and planes that are cut alike are read together: the pages of K and V, of every head, as one piece.
-        parts = [
-            Part("key", kv=0, format="vllm-cpu-column-major", token_granule=0),
-            Part("value", kv=1, token_granule=0),
-        ]
+        key, value = "vllm-cpu-column-major", None
+    parts = [Part("key", kv=0, format=key, token_granule=0), Part("value", kv=1, format=value, token_granule=0)]
     pages = {
-        layer: view.merge_tail(2, (2, view.shape[2], _halves(layer, view, view.shape[3])["key"]))
+        layer: view.merge_tail(2, (2, view.shape[2], _halves(layer, view)["key"]))
         for layer, view in _views(kv_caches, 4).items()
     }
     return planes_of(pages, ("block", "head", "kv", "token", "content"), group, parts, holding)
@@ -358,7 +357,7 @@ def sglang_mha(k_buffer: Layers, v_buffer: Layers, group: Group, holding: Holdin
         if layer not in values:
             raise BadGeometry(f"layer {layer}", "it has a K buffer and no V buffer")
         for component, view in (("key", key), ("value", values[layer])):
-            axes = ("slot", "head", "content") if len(view.shape) == 3 else ("block", "head", "token", "content")
+            axes = ("slot", "head", "content") if len(view.shape) == 3 else CELLS
             found += planes_of_tensor(view, axes, group, layer, (component,), holding)
     return tuple(found)
 

@@ -6,6 +6,7 @@ Addresses come from the fields of the planes alone, independently of the planner
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -55,9 +56,10 @@ def check_tensor(group: Group, tensor: torch.Tensor, planes: Sequence[Plane], bl
             if declared != expected:
                 problem = f"{what} is not that of the tensor, for {plane.component}"
                 raise mismatch(plane, problem, expected, declared)
-    tail = max(1, view.contiguous_tail)
+    dims = len(view.shape)
+    tail = next(axis for axis in range(1, dims + 1) if view.contiguous(range(axis, dims)))
     axes = [(pages, view.strides[0]), *zip(view.shape[1:tail], view.strides[1:tail], strict=True)]
-    begins, ends, _ = _runs(_starts(view.address, axes), view.tail_bytes(tail))
+    begins, ends, _ = _runs(_starts(view.address, axes), prod(view.shape[tail:]) * view.itemsize)
     cells = [_starts(plane.base, _axes(plane)) for plane in planes]
     of = np.repeat(np.arange(len(planes)), [len(found) for found in cells])
     sizes = np.array([plane.state_bytes for plane in planes], np.int64)[of]

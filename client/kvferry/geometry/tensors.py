@@ -1,4 +1,15 @@
-"""Planes from tensors whose axes are named, and a tensor's part of the model: heads, tokens, components."""
+"""Planes and memory regions from the tensors of an engine. ::
+
+    axes = ("kv", "block", "token", "head", "content")
+    planes = planes_of(kv_caches, axes, group, holding=Holding(units=shard(tp_rank, tp_size, 8), axis_size=8))
+    regions = regions_of(kv_caches.values())
+
+The names say what each axis is, and the tensor's strides give its position in memory, so any permutation, padding or
+view of a larger storage is accepted. `kvferry.geometry.formats` has the names for common engines. Engines without
+tensors make `Plane` values from addresses themselves, or describe their memory with a `TensorView`.
+
+Neither torch nor numpy is imported here.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +22,12 @@ from kvferry._arguments import check_fields, instance, integer, integer_map, map
 from kvferry.errors import BadGeometry, InvalidField
 from kvferry.geometry.model import Group, GroupKind
 from kvferry.geometry.plane import Interval, Plane, TokenShard
-from kvferry.geometry.tensors.view import Axes, Tensor, view_of
+from kvferry.geometry.tensor_view import Axes
+from kvferry.geometry.tensor_view import Tensor as Tensor
+from kvferry.geometry.tensor_view import TensorView as TensorView
+from kvferry.geometry.tensor_view import held as held
+from kvferry.geometry.tensor_view import regions_of as regions_of
+from kvferry.geometry.tensor_view import view_of as view_of
 
 PLAIN = "plain"
 """Format of bytes in their natural order: each unit's content of each state is contiguous and means the same in every
@@ -123,10 +139,11 @@ def planes_of(
     """
     found: list[Plane] = []
     for layer, tensor in named_tensors(tensors).items():
-        if axes is None:
-            found += _opaque_planes(tensor, layer, group, holding)
-        else:
+        if axes is not None:
             found += planes_of_tensor(tensor, axes, group, layer, components, holding)
+            continue
+        view, whole = _opaque(view_of(tensor), layer, group, _holding(holding))
+        found += planes_of_tensor(view, ("block", "unit", "token", "content"), group, layer, ("kv",), whole)
     return tuple(found)
 
 
@@ -179,8 +196,7 @@ def planes_of_tensor(
     Raises:
         BadGeometry: names shape and strides.
     """
-    view = view_of(tensor)
-    axis = Axes(view, texts("axes", axes))
+    axis = Axes(view_of(tensor), texts("axes", axes))
     instance("group", group, Group, "a Group")
     holding = _holding(holding)
     parts = _parts(axis, components)
@@ -194,13 +210,12 @@ def planes_of_tensor(
     )
 
 
-def _opaque_planes(tensor: Tensor, layer: str, group: Group, holding: Holding | None) -> tuple[Plane, ...]:
-    """The plane of a tensor of which only the beginnings of its blocks are known: pages move whole, between equal pages
-    only."""
-    view = view_of(tensor)
+def _opaque(view: TensorView, layer: str, group: Group, holding: Holding) -> tuple[TensorView, Holding]:
+    """A tensor of which only the beginnings of its blocks are known, as blocks, units, states and bytes: pages move
+    whole, between equal pages only."""
     instance("group", group, Group, "a Group")
-    holding = _holding(holding)
-    if view.contiguous_tail > 1:
+    elements = view.contiguous(range(1, len(view.shape)))
+    if elements is None:
         raise BadGeometry(f"layer {layer}", f"the blocks along axis 0 of {view.described} are not contiguous")
     if view.shape[0] < group.num_blocks:
         raise BadGeometry(
@@ -208,26 +223,25 @@ def _opaque_planes(tensor: Tensor, layer: str, group: Group, holding: Holding | 
             f"its axes are not named, so axis 0 is taken for the blocks: it has {view.shape[0]}, and group "
             f"{group.name!r} has {group.num_blocks}; name the axes ({view.described})",
         )
-    page_bytes = view.tail_bytes(1)
+    page_bytes = elements * view.itemsize
     units = holding.units or Interval(0, holding.axis_size or 1)
-    states = _block_states(group, holding)
     # The pages of a block are not declared, so a block is one page; the bytes of a token are unknown.
-    state_bytes, rest = divmod(page_bytes, (states or 1) * len(units))
-    if rest:
+    states, ratio = _block_states(group, holding) or 1, holding.tokens_per_state
+    if page_bytes % (states * len(units)):
         # A page whose bytes do not divide by its tokens is one state that stands for all of them.
-        states, state_bytes, rest = 1, *divmod(page_bytes, len(units))
-        holding = replace(holding, tokens_per_state=Fraction(group.block_tokens or 1, holding.token_shard.count))
+        states, ratio = 1, Fraction(group.block_tokens or 1, holding.token_shard.count)
+    state_bytes, rest = divmod(page_bytes, states * len(units))
     if rest:
         raise BadGeometry(f"layer {layer}", f"pages of {page_bytes} bytes do not divide by {len(units)} units")
     cells = replace(
         view,
-        shape=(view.shape[0], len(units), states or 1, state_bytes),
-        strides=(view.strides[0], state_bytes * (states or 1), state_bytes, 1),
+        shape=(view.shape[0], len(units), states, state_bytes),
+        strides=(view.strides[0], state_bytes * states, state_bytes, 1),
         itemsize=1,
     )
     format = OPAQUE if holding.format == PLAIN else holding.format
     holding = replace(holding, units=units, format=format, token_granule=0, units_divide=False)
-    return planes_of_tensor(cells, ("block", "unit", "token", "content"), group, layer, ("kv",), holding)
+    return cells, replace(holding, tokens_per_state=ratio)
 
 
 def _parts(axis: Axes, components: Components | None) -> list[Part]:

@@ -80,20 +80,14 @@ class TensorView:
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         return self.address, self.address + last + self.itemsize
 
-    @property
-    def contiguous_tail(self) -> int:
-        """The first axis from which all further axes are one contiguous piece; the number of axes if none are."""
-        expected = self.itemsize
-        for axis in range(len(self.shape) - 1, -1, -1):
-            if self.shape[axis] > 1:
-                if self.strides[axis] != expected:
-                    return axis + 1
-                expected *= self.shape[axis]
-        return 0
-
-    def tail_bytes(self, axis: int) -> int:
-        """Bytes of the elements along the axes from `axis` on."""
-        return prod(self.shape[axis:]) * self.itemsize
+    def contiguous(self, axes: Iterable[int]) -> int | None:
+        """Elements along these axes, if they are one piece, the last axis innermost; None: they are not."""
+        count = 1
+        for axis in sorted(axes, reverse=True):
+            if self.shape[axis] > 1 and self.strides[axis] != count * self.itemsize:
+                return None
+            count *= self.shape[axis]
+        return count
 
     def split(self, axis: int, inner: int) -> TensorView:
         """The same memory with one axis split in two: ``[n]`` becomes ``[n // inner, inner]``; raises `BadGeometry`."""
@@ -109,7 +103,7 @@ class TensorView:
     def merge_tail(self, axis: int, shape: tuple[int, ...]) -> TensorView:
         """The same memory with the axes from `axis` on reshaped to `shape`; raises `BadGeometry` if they are not one
         contiguous piece, or hold another number of elements."""
-        if self.contiguous_tail > axis or prod(shape) != prod(self.shape[axis:]):
+        if self.contiguous(range(axis, len(self.shape))) != prod(shape):
             raise BadGeometry("tensor", f"the axes from {axis} on of {self.described} are not one piece of {shape}")
         strides = tuple(prod(shape[i + 1 :]) * self.itemsize for i in range(len(shape)))
         return replace(self, shape=(*self.shape[:axis], *shape), strides=(*self.strides[:axis], *strides))
@@ -240,17 +234,15 @@ def regions_of(tensors: Iterable[Tensor]) -> tuple[MemoryRegion, ...]:
         first, last = view.extent
         # A view whose storage is unknown, or that reaches outside its storage, is its own allocation.
         base, length = view.storage
-        if not base <= first < last <= base + length:
-            base = first
-        key = (view.memory_kind, view.device, base)
+        key = view.memory_kind, view.device, base if base <= first < last <= base + length else first
         known = found.get(key, (first, last))
-        found[key] = (min(first, known[0]), max(last, known[1]))
+        found[key] = min(first, known[0]), max(last, known[1])
     merged: list[tuple[MemoryKind, int, int, int]] = []
     for (kind, device, _), (first, last) in sorted(found.items(), key=lambda item: (*item[0][:2], *item[1])):
         if merged and merged[-1][:2] == (kind, device) and first < merged[-1][3]:
-            merged[-1] = (kind, device, merged[-1][2], max(last, merged[-1][3]))
-        else:
-            merged.append((kind, device, first, last))
+            *_, first, end = merged.pop()
+            last = max(last, end)
+        merged.append((kind, device, first, last))
     return tuple(MemoryRegion(kind, device, first, last - first) for kind, device, first, last in merged)
 
 
@@ -293,7 +285,7 @@ def _address(tensor: Any) -> int:
 
 
 class Axes:
-    """A tensor's axes by name."""
+    """A tensor's axes by name; `content` has the elements of a unit and token."""
 
     def __init__(self, view: TensorView, axes: Sequence[str]) -> None:
         self.view = view
@@ -309,7 +301,10 @@ class Axes:
             raise self.problem("a slot axis holds blocks and tokens, so there is no other axis of them")
         if "slot" not in self.names and "block" not in self.names:
             raise self.problem("no axis is named block or slot")
-        self.content = self._content_elements()
+        content = view.contiguous(index for index, name in enumerate(self.names) if name == "content")
+        if content is None:
+            raise self.problem("the content of a unit and token is not contiguous")
+        self.content = content
 
     def problem(self, text: str) -> BadGeometry:
         return BadGeometry("tensor", f"{text} ({self.view.described})")
@@ -323,13 +318,3 @@ class Axes:
     def stride(self, name: str) -> int:
         """Bytes; 0 for an axis of one element, whose stride means nothing."""
         return self.view.strides[self.names.index(name)] if self.size(name) > 1 else 0
-
-    def _content_elements(self) -> int:
-        """Elements of the content axes, which must be one contiguous piece."""
-        count, expected = 1, self.view.itemsize
-        for name, size, stride in reversed(list(zip(self.names, self.view.shape, self.view.strides, strict=True))):
-            if name == "content" and size > 1:
-                if stride != expected:
-                    raise self.problem("the content of a unit and token is not contiguous")
-                count, expected = count * size, expected * size
-        return count
