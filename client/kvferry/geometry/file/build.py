@@ -20,7 +20,6 @@ from kvferry.geometry.file.fields import (
     Meaning,
     Table,
     check_content,
-    checked_shards,
     indices,
     intervals,
     known,
@@ -41,24 +40,33 @@ ALIGNMENT = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Component:
+class _Component:
     """One component of the given layers of a group; None: of all its layers. Components of one `tensor` may be
-    interleaved. `shards` has the units held, by tp_rank; `state_bytes` is the size of one unit of one state; `plane`
-    has the fields that are the same in the component's planes of every rank and layer."""
+    interleaved. `shards` has the units held, by tp_rank; `plane` has the fields that are the same in all its planes."""
 
-    name: str
     tensor: str
     shards: tuple[Interval, ...]
-    page_states: int
-    state_bytes: int
     layers: frozenset[int] | None
     plane: dict[str, Any]
 
 
-class GroupPart:
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """A rank's part of one component of one layer. `along` has the number of steps along each counted axis of the
+    memory (`ORDER`), and the names of layer, tensor and component: pieces with the same name lie together. `plane` has
+    the fields of its plane. `_nest` sets the strides, and the `offset` in bytes from the start of the group's memory.
+    """
+
+    along: dict[str, Any]
+    plane: dict[str, Any]
+    offset: int = 0
+
+
+class _Part:
     """One group, as the engine declares it (`group`) and as the file does (`fields`, with the inherited ones). Layers,
     given by their indices, and the components of each are in the order of memory; the axes' `order` is outermost first;
-    a block has `pages`. Raises `InvalidField` for fields that do not fit each other."""
+    a block has `pages`; `padding` is unused bytes after each step of an axis. Raises `InvalidField` for fields that do
+    not fit each other."""
 
     def __init__(self, file: GeometryFile, path: str, said: Table, values: dict[str, Any]) -> None:
         self._file, self._path, self._said = file, path, said
@@ -68,7 +76,13 @@ class GroupPart:
             check_content(path, said, fields.attention)
         if fields.shards and said.shards is None and fields.kv_heads != file.model.kv_heads:
             raise self._wrong("shards", None, "a list of intervals: the group's kv_heads are not the model's")
-        self._shards = checked_shards(at(path, "shards"), fields.shards, file.tp_size, fields.kv_heads)
+        self._shards: tuple[Interval, ...] = ()
+        if fields.shards is not None:
+            where = "shards" if said.shards is None else at(path, "shards")
+            if fields.kv_heads is None:
+                said_shards = short([[span.begin, span.end] for span in fields.shards])
+                raise InvalidField(where, said_shards, "no such field without kv_heads")
+            self._shards = intervals(where, fields.shards, file.tp_size, fields.kv_heads)
         own_names = fields.layer_name != Table.model_fields["layer_name"].default
         most = MAX_LAYERS if own_names else file.model.layers
         self.layers = tuple(range(file.model.layers))
@@ -90,6 +104,7 @@ class GroupPart:
         if self._page_tokens and block_size % self._page_tokens:
             raise self._wrong("page_size", self._page_tokens, f"a divisor of block_size {block_size}")
         self.pages = 1 if self._state else block_size // self._page_tokens
+        self.padding = {"page": fields.page_padding, "block": fields.block_padding}
         self.order = self._axes()
         self.components = self._components()
 
@@ -104,32 +119,32 @@ class GroupPart:
         fields, own = self.fields, self._said
         if fields.order and (own.order or not self._state):
             return tuple(fields.order)
-        cross = fields.tensors == "cross_layer"
-        around, paging = ([], ["block", "page", "layer"]) if cross else (["layer"], ["block", "page"])
+        around, paging = ("", "block page layer") if fields.tensors == "cross_layer" else ("layer", "block page")
         if self._state:
-            rows_first = fields.rows == "rows_first"
-            inner = ["token", "component", "unit"] if rows_first else ["component", "unit", "token"]
+            inner = "token component unit" if fields.rows == "rows_first" else "component unit token"
             # The file's `kv` for keys and values does not bind its states.
-            if own.kv == "packed":
-                raise self._wrong("kv", own.kv, '"apart" or "blocks_first", for a state')
-            apart = own.kv == "apart"
-            return (*around, "tensor", *paging, *inner) if apart else (*around, *paging, "tensor", *inner)
-        inner = ["unit", "token"] if fields.layout == "HND" else ["token", "unit"]
-        kv = fields.kv or ("packed" if fields.attention == "mla" else "apart")
-        if kv == "apart":
-            return (*around, "tensor", "component", *paging, *inner)
-        if kv == "blocks_first":
-            return (*around, *paging, "tensor", "component", *inner)
-        return (*around, *paging, "tensor", *inner, "component")
+            kv = own.kv or "blocks_first"
+            orders = {"apart": f"{around} tensor {paging} {inner}", "blocks_first": f"{around} {paging} tensor {inner}"}
+            if kv not in orders:
+                raise self._wrong("kv", kv, '"apart" or "blocks_first", for a state')
+        else:
+            inner = "unit token" if fields.layout == "HND" else "token unit"
+            kv = fields.kv or ("packed" if fields.attention == "mla" else "apart")
+            orders = {
+                "apart": f"{around} tensor component {paging} {inner}",
+                "blocks_first": f"{around} {paging} tensor component {inner}",
+                "packed": f"{around} {paging} tensor {inner} component",
+            }
+        return tuple(orders[kv].split())
 
-    def _components(self) -> tuple[Component, ...]:
+    def _components(self) -> tuple[_Component, ...]:
         fields, given = self.fields, self.fields.components
         if given is None:
             if self._state:
                 raise self._wrong("components", None, "a list of components: a state has no default")
             names = ("latent", "rope")[: 2 if fields.rope_dim else 1] if fields.attention == "mla" else ("key", "value")
             return tuple(self._component(self._path, FileComponent(name=name)) for name in names)
-        found: list[Component] = []
+        found: list[_Component] = []
         for index, said in enumerate(given):
             path = at(self._path, f"components[{index}]")
             found.append(self._component(path, said))
@@ -139,7 +154,7 @@ class GroupPart:
                 raise InvalidField(f"{path}.name", said.name, "a name that no other component of the group has")
         return tuple(found)
 
-    def _component(self, path: str, said: FileComponent) -> Component:
+    def _component(self, path: str, said: FileComponent) -> _Component:
         group, state, mla = self.fields, self._state, self.fields.attention == "mla"
         refused = "tokens_per_state" if state else "rows"
         if refused in said.model_fields_set:
@@ -163,16 +178,21 @@ class GroupPart:
         ratio = Fraction(1 if state else found.tokens_per_state)
         page_states = found.rows if state else self._page_states(said.name, ratio)
         conv = "conv" if said.name.startswith("conv_") else said.name
-        return Component(
-            name=said.name,
+        return _Component(
             tensor=found.tensor or (conv if state else "kv"),
             shards=self._units_held(path, found, units),
-            page_states=page_states,
-            state_bytes=content * DTYPE_BYTES[dtype],
             layers=None if found.layers is None else frozenset(indices(f"{path}.layers", found.layers, MAX_LAYERS)),
             plane={
+                "component": said.name,
+                "group": group.name,
                 "format": found.format,
                 "dtype": dtype,
+                "memory_kind": MemoryKind[self._file.memory.upper()],
+                "device": self._file.device,
+                "num_blocks": self.group.num_blocks,
+                "page_tokens": page_states,
+                "block_states": page_states * self.pages,
+                "state_bytes": content * DTYPE_BYTES[dtype],
                 "axis_size": units,
                 "tokens_per_state": ratio,
                 "token_granule": page_states if granule == "page" else granule,
@@ -205,18 +225,36 @@ class GroupPart:
         by_rule = shards(tp_size // count, units)
         return tuple(by_rule[rank // count] for rank in range(tp_size))
 
+    def pieces(self, stages: Sequence[Interval], tp_rank: int, pp_rank: int) -> list[_Piece]:
+        """The pieces of the group that a rank holds."""
+        stage, last = stages[pp_rank], pp_rank == len(stages) - 1
+        past_all = max(stage.end for stage in stages)
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Piece:
-    """A rank's part of one component of one layer. `along` has the number of steps along each counted axis of the
-    memory (`ORDER`), and the names of layer, tensor and component: pieces with the same name lie together."""
+        def held(layer: int) -> bool:
+            if self.fields.stage is not None:
+                return self.fields.stage == pp_rank
+            return stage.begin <= layer < stage.end or (last and layer >= past_all)
 
-    component: Component
-    along: Mapping[str, Any]
-
-
-_Place = tuple[int, dict[str, int]]
-"""The position of a piece: bytes from the start of the group's memory, and the stride of each counted axis."""
+        said = self.fields.token_shard
+        tokens = TokenShard(tp_rank % said.count, said.count, said.interleave)
+        found = []
+        for layer in filter(held, self.layers):
+            name = self.fields.layer_name.replace("{}", str(layer))
+            for component in self.components:
+                if component.layers is None or layer in component.layers:
+                    units = component.shards[tp_rank]
+                    plane = {**component.plane, "layer": name, "units": units, "token_shard": tokens}
+                    along = {
+                        "layer": name,
+                        "tensor": component.tensor,
+                        "component": plane["component"],
+                        "block": plane["num_blocks"],
+                        "page": self.pages,
+                        "unit": len(units),
+                        "token": plane["page_tokens"],
+                    }
+                    found.append(_Piece(along, plane))
+        return found
 
 
 def build_engine(file: GeometryFile) -> EngineGeometry:
@@ -229,8 +267,7 @@ def build_engine(file: GeometryFile) -> EngineGeometry:
         raise InvalidField("pp_size", pp_size, f"at most the {layers} layers of the model")
     stages = shards(pp_size, layers) if file.stages is None else intervals("stages", file.stages, pp_size, layers)
     check_content("model", file.model, file.model.attention)
-    checked_shards("shards", file.shards, tp_size, file.model.kv_heads)
-    parts = [GroupPart(file, *table) for table in file.tables()]
+    parts = [_Part(file, *table) for table in file.tables()]
     names = [part.group.name for part in parts]
     if twice := [index for index, name in enumerate(names) if names.count(name) > 1]:
         raise InvalidField(f"groups[{twice[0]}].name", names[twice[0]], "a name that no other group has")
@@ -246,130 +283,71 @@ def build_engine(file: GeometryFile) -> EngineGeometry:
 
 
 def _rank(
-    file: GeometryFile, parts: Sequence[GroupPart], stages: Sequence[Interval], tp_rank: int, pp_rank: int
+    file: GeometryFile, parts: Sequence[_Part], stages: Sequence[Interval], tp_rank: int, pp_rank: int
 ) -> RankGeometry:
     planes: list[Plane] = []
     address = FIRST_ADDRESS
-    pools: dict[tuple[str, str], list[GroupPart]] = {}
+    pools: dict[tuple[str, str], list[_Part]] = {}
     for part in parts:
         key = ("pool", part.group.pool) if part.group.pool else ("group", part.group.name)
         pools.setdefault(key, []).append(part)
     for pool in pools.values():
-        held = [(part, pieces) for part in pool if (pieces := _pieces(part, stages, tp_rank, pp_rank))]
-        # Groups of a pool share its block ids, so block n has the same bytes in all of them: equally long.
+        held = [(part, pieces) for part in pool if (pieces := part.pieces(stages, tp_rank, pp_rank))]
+        sizes = [_nest(part.order, pieces, part.padding) for part, pieces in held]
         block_bytes = 0
         if len(pool) > 1 and held:
-            alone = [_nest(part.order, pieces, _spacing(part))[1] for part, pieces in held]
-            block_bytes = max(strides["block"] for places in alone for _, strides in places.values())
-        pool_bytes = 0
-        for part, pieces in held:
-            size, places = _nest(part.order, pieces, _spacing(part, block_bytes))
-            pool_bytes = max(pool_bytes, size)
-            found = [_plane(file, part, piece, address, places[piece], tp_rank) for piece in pieces]
+            # Groups of a pool share its block ids, so block n has the same bytes in all of them: equally long.
+            block_bytes = max(piece.plane["block_stride"] for _, pieces in held for piece in pieces)
+            sizes = [_nest(part.order, pieces, part.padding, block_bytes) for part, pieces in held]
+        for _, pieces in held:
+            found = [Plane(base=address + piece.offset, **piece.plane) for piece in pieces]
             if block_bytes:
                 _check_pool(pool, found, address, block_bytes)
             planes += found
-        address += -(-pool_bytes // ALIGNMENT) * ALIGNMENT
+        address += -(-max(sizes, default=0) // ALIGNMENT) * ALIGNMENT
     count = max(part.fields.token_shard.count for part in parts)
     labels = {"tp_rank": tp_rank, "pp_rank": pp_rank, **({"dcp_rank": tp_rank % count} if count > 1 else {})}
     return RankGeometry(pp_rank * file.tp_size + tp_rank, tuple(planes), labels)
 
 
-def _pieces(part: GroupPart, stages: Sequence[Interval], tp_rank: int, pp_rank: int) -> list[_Piece]:
-    """The pieces of a group that a rank holds."""
-    stage, last = stages[pp_rank], pp_rank == len(stages) - 1
-    past_all = max(stage.end for stage in stages)
-
-    def held(layer: int) -> bool:
-        if part.fields.stage is not None:
-            return part.fields.stage == pp_rank
-        return stage.begin <= layer < stage.end or (last and layer >= past_all)
-
-    return [
-        _Piece(
-            component,
-            {
-                "layer": part.fields.layer_name.replace("{}", str(layer)),
-                "tensor": component.tensor,
-                "component": component.name,
-                "block": part.group.num_blocks,
-                "page": part.pages,
-                "unit": len(component.shards[tp_rank]),
-                "token": component.page_states,
-            },
-        )
-        for layer in part.layers
-        if held(layer)
-        for component in part.components
-        if component.layers is None or layer in component.layers
-    ]
-
-
-def _spacing(part: GroupPart, block_bytes: int = 0) -> dict[str, tuple[int, int]]:
-    """By axis: unused bytes after each step, and the smallest stride."""
-    return {"page": (part.fields.page_padding, 0), "block": (part.fields.block_padding, block_bytes)}
-
-
-def _nest(
-    axes: Sequence[str], pieces: Sequence[_Piece], spacing: Mapping[str, tuple[int, int]]
-) -> tuple[int, dict[_Piece, _Place]]:
-    """Nest the axes as ordered, outermost first; returns the bytes of the whole, and the position of each piece. Raises
-    `BadGeometry` if pieces that lie side by side inside a counted axis have different counts of it."""
+def _nest(axes: Sequence[str], pieces: Sequence[_Piece], padding: Mapping[str, int], block_bytes: int = 0) -> int:
+    """Place the pieces with their axes nested as ordered, outermost first; returns the bytes of the whole. `padding` is
+    unused bytes after each step of an axis; blocks are at least `block_bytes` apart. Raises `BadGeometry` if pieces
+    that lie side by side inside a counted axis have different counts of it."""
     if not axes:
-        return pieces[0].component.state_bytes, {pieces[0]: (0, {})}
+        (piece,) = pieces
+        piece.offset = 0
+        return int(piece.plane["state_bytes"])
     axis, rest = axes[0], axes[1:]
     if axis in ("layer", "tensor", "component"):
         size = 0
-        places: dict[_Piece, _Place] = {}
         beside: dict[str, list[_Piece]] = {}
         for piece in pieces:
             beside.setdefault(piece.along[axis], []).append(piece)
         for members in beside.values():
-            more, inner = _nest(rest, members, spacing)
-            places.update({piece: (size + offset, strides) for piece, (offset, strides) in inner.items()})
+            more = _nest(rest, members, padding, block_bytes)
+            for piece in members:
+                piece.offset += size
             size += more
-        return size, places
-    size, inner = _nest(rest, pieces, spacing)
+        return size
+    stride = _nest(rest, pieces, padding, block_bytes) + padding.get(axis, 0)
+    if axis == "block":
+        stride = max(stride, block_bytes)
     counts: dict[int, _Piece] = {piece.along[axis]: piece for piece in pieces}
     if len(counts) > 1:
         (one, first), (other, second) = list(counts.items())[:2]
         raise BadGeometry(
-            " and ".join(f"{piece.along['layer']}/{piece.component.name}" for piece in (first, second)),
+            " and ".join(f"{piece.along['layer']}/{piece.along['component']}" for piece in (first, second)),
             f"they lie side by side inside the {axis} axis, but have {one} and {other} of it; give them different "
             f'"tensor"s, or another "kv" or "order"',
         )
-    padding, least = spacing.get(axis, (0, 0))
-    stride = max(size + padding, least)
-    return stride * next(iter(counts)), {
-        piece: (offset, {**strides, axis: stride}) for piece, (offset, strides) in inner.items()
-    }
+    (count,) = counts
+    for piece in pieces:
+        piece.plane[f"{axis}_stride"] = stride if count > 1 or axis == "block" else 0
+    return stride * count
 
 
-def _plane(file: GeometryFile, part: GroupPart, piece: _Piece, address: int, place: _Place, tp_rank: int) -> Plane:
-    said, component, along = part.fields.token_shard, piece.component, piece.along
-    offset, strides = place
-    return Plane(
-        layer=along["layer"],
-        component=component.name,
-        group=part.group.name,
-        memory_kind=MemoryKind[file.memory.upper()],
-        device=file.device,
-        base=address + offset,
-        num_blocks=part.group.num_blocks,
-        block_stride=strides["block"],
-        page_tokens=component.page_states,
-        page_stride=strides["page"] if part.pages > 1 else 0,
-        block_states=component.page_states * part.pages,
-        unit_stride=strides["unit"] if along["unit"] > 1 else 0,
-        token_stride=strides["token"] if component.page_states > 1 else 0,
-        state_bytes=component.state_bytes,
-        units=component.shards[tp_rank],
-        token_shard=TokenShard(tp_rank % said.count, said.count, said.interleave),
-        **component.plane,
-    )
-
-
-def _check_pool(pool: Sequence[GroupPart], planes: Iterable[Plane], address: int, block_bytes: int) -> None:
+def _check_pool(pool: Sequence[_Part], planes: Iterable[Plane], address: int, block_bytes: int) -> None:
     """Check that different block ids of a pool never share memory, whichever of its groups use them."""
     where = f"pool {pool[0].group.pool!r}"
     counts = {part.group.num_blocks for part in pool}

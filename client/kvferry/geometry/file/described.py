@@ -1,4 +1,5 @@
-"""JSON objects described by their fields: a description gives the check, the JSON schema, and errors with the path."""
+"""JSON objects described by their fields: a description gives the check and errors with the path. The JSON schema comes
+from it, too: `scripts/geometry_schema.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticCustomError
 
 from kvferry.errors import InvalidField
@@ -33,12 +33,6 @@ class Never:
         given = found.model_fields_set
         holds = self.field in given if self.value is None else getattr(found, self.field) == self.value
         return next((name for name in self.names if name in given), "") if holds != self.unless else ""
-
-    def schema(self) -> dict[str, Any]:
-        """The rule as a JSON schema."""
-        has_value = {} if self.value is None else {"properties": {self.field: {"const": self.value}}}
-        never = {"not": {"anyOf": [{"required": [name]} for name in self.names]}}
-        return {"if": {"required": [self.field], **has_value}, "else" if self.unless else "then": never}
 
 
 class Described(BaseModel):
@@ -65,12 +59,6 @@ class Described(BaseModel):
                 raise PydanticCustomError("field", "no such field {why}", {"field": name, "why": rule.because})
         return self
 
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> dict[str, Any]:
-        found: dict[str, Any] = handler.resolve_ref_schema(handler(core))
-        found["additionalProperties"] = False
-        return found | ({"allOf": [rule.schema() for rule in cls.never]} if cls.never else {})
-
     def given(self, kind: type[Described]) -> dict[str, Any]:
         """The fields of `kind` that the file gives in this object."""
         return {name: getattr(self, name) for name in kind.model_fields if name in self.model_fields_set}
@@ -82,21 +70,6 @@ class Described(BaseModel):
             return cls.model_validate(document)
         except ValidationError as error:
             raise _refusal(error, document) from None
-
-
-def schema(kind: type[Described]) -> dict[str, Any]:
-    """The JSON schema of a file."""
-    return {"$schema": GenerateJsonSchema.schema_dialect, **kind.model_json_schema(schema_generator=_Schema)}
-
-
-class _Schema(GenerateJsonSchema):
-    """Omits titles, which repeat the names, and null as the default of optional fields."""
-
-    def field_title_should_be_set(self, schema: Any) -> bool:
-        return False
-
-    def default_schema(self, schema: Any) -> dict[str, Any]:
-        return {name: value for name, value in super().default_schema(schema).items() if value is not None}
 
 
 _PHRASES = {

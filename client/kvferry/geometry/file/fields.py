@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import AfterValidator, Field, Strict
 
 from kvferry.errors import InvalidField
-from kvferry.geometry.file.described import Described, Never, at, integer, other, short, text
+from kvferry.geometry.file.described import Described, Never, at, integer, other, text
 from kvferry.geometry.plane import Interval
 
 MAX_RANKS = 4096
@@ -303,17 +303,6 @@ def check_content(path: str, said: Content, attention: str) -> None:
     for name in ("kv_heads", "head_dim") if mla else ("latent_dim", "rope_dim"):
         if name in said.model_fields_set:
             raise InvalidField(at(path, name), getattr(said, name), f"no such field {because}")
-
-
-def checked_shards(
-    path: str, spans: Sequence[Interval] | None, tp_size: int, kv_heads: int | None
-) -> tuple[Interval, ...] | None:
-    """The heads held, by tp_rank; None: the file has no shards."""
-    if spans is None:
-        return None
-    if kv_heads is None:
-        raise InvalidField(path, short([[span.begin, span.end] for span in spans]), "no such field without kv_heads")
-    return intervals(path, spans, tp_size, kv_heads)
 
 
 def intervals(path: str, spans: Sequence[Interval], count: int, size: int) -> tuple[Interval, ...]:
