@@ -8,6 +8,7 @@ turns them into protos and back.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -85,11 +86,9 @@ class RankGeometry:
         for label in self.labels:
             if not showable(label):
                 raise BadGeometry(f"rank {self.rank}", f"label {label[:80]!a} has control characters")
-        seen: set[str] = set()
-        for plane in self.planes:
-            if plane.name in seen:
-                raise BadGeometry(f"rank {self.rank}", f"plane {plane.name} is declared twice")
-            seen.add(plane.name)
+        for name, count in Counter(plane.name for plane in self.planes).items():
+            if count > 1:
+                raise BadGeometry(f"rank {self.rank}", f"plane {name} is declared twice")
 
     @property
     def label(self) -> str:

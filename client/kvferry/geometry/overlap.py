@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import chain, combinations
 
 from kvferry.errors import BadGeometry
 from kvferry.geometry.model import Group
@@ -27,26 +28,28 @@ MOST_STEPS = 200_000
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    """The bytes of a plane, or of its part in one period: from the address `first` on, `cell` contiguous bytes at every
-    address. `axes` are (stride, count) of more than one step, largest stride first; each stride steps over all smaller
-    axes (`Plane` checks that). `whole` are the axes of the plane. Planes of different groups of one pool may share
-    bytes."""
+    """The bytes of a plane, or of its part in one period, from the address `first` on. `axes` are (stride, count) of
+    more than one step, largest stride first; each stride steps over all smaller axes (`Plane` checks that). `whole` are
+    the axes of the plane. Planes of different groups of one pool may share bytes."""
 
     plane: Plane
     pool: tuple[str, str]
     first: int
-    cell: int
     axes: tuple[tuple[int, int], ...]
     whole: tuple[tuple[int, int], ...]
 
     @property
     def extent(self) -> int:
         """Bytes from the first to one past the last byte, holes included."""
-        return self.cell + sum(stride * (count - 1) for stride, count in self.axes)
+        return self.plane.state_bytes + sum(stride * (count - 1) for stride, count in self.axes)
 
     @property
     def end(self) -> int:
         return self.first + self.extent
+
+
+class _Undecided(Exception):
+    """No steps are left."""
 
 
 class _Steps:
@@ -55,10 +58,11 @@ class _Steps:
     def __init__(self) -> None:
         self._left = MOST_STEPS
 
-    def take(self, count: int) -> bool:
-        """Count this many steps. Returns whether they were left."""
+    def take(self, count: int = 1) -> None:
+        """Count this many steps; raises `_Undecided`."""
         self._left -= count
-        return self._left >= 0
+        if self._left < 0:
+            raise _Undecided
 
 
 def check_apart(groups: Iterable[Group], rank: int, planes: Collection[Plane], *, may_share: bool = False) -> None:
@@ -76,10 +80,9 @@ def check_apart(groups: Iterable[Group], rank: int, planes: Collection[Plane], *
         spaces.setdefault((plane.memory_kind, plane.device), []).append(box)
     steps = _Steps()
     advice = "Layers that share a cache on purpose both say shared=True" if may_share else "A read writes them twice"
-    for boxes in spaces.values():
-        for one, other in _suspects(boxes, steps):
-            if not steps.take(1):
-                return
+    with suppress(_Undecided):
+        for one, other in chain.from_iterable(_suspects(boxes, steps) for boxes in spaces.values()):
+            steps.take()
             if may_share and one.plane.shared and other.plane.shared:
                 continue
             if _share_a_byte(one, other, steps):
@@ -104,7 +107,7 @@ def _box(plane: Plane, group: Group) -> _Box:
         if name != "block_stride" or group.num_blocks > 1
     )
     pool = ("pool", group.pool) if group.pool else ("group", group.name)
-    return _Box(plane, pool, plane.base, plane.state_bytes, axes, axes)
+    return _Box(plane, pool, plane.base, axes, axes)
 
 
 def _suspects(boxes: list[_Box], steps: _Steps) -> Iterator[tuple[_Box, _Box]]:
@@ -129,13 +132,11 @@ def _together(boxes: list[_Box], steps: _Steps, *, across_pools: bool) -> Iterat
         for cluster in _touching(waiting.pop()):
             if len(cluster) == 1 or (across_pools and len({box.pool for box in cluster}) == 1):
                 continue
-            if not steps.take(len(cluster)):
-                return
-            folded = _fold(cluster)
-            if folded is None:
-                yield cluster
-            else:
+            steps.take(len(cluster))
+            if folded := _fold(cluster):
                 waiting.append(folded)
+            else:
+                yield cluster
 
 
 def _touching(boxes: list[_Box]) -> Iterator[list[_Box]]:
@@ -146,10 +147,9 @@ def _touching(boxes: list[_Box]) -> Iterator[list[_Box]]:
         if cluster and box.first >= end:
             yield cluster
             cluster = []
-        end = max(end, box.end) if cluster else box.end
+        end = max(end, box.end)
         cluster.append(box)
-    if cluster:
-        yield cluster
+    yield cluster
 
 
 def _fold(cluster: list[_Box]) -> list[_Box] | None:
@@ -176,7 +176,7 @@ def _fold(cluster: list[_Box]) -> list[_Box] | None:
 
 
 def _share_a_byte(one: _Box, other: _Box, steps: _Steps) -> bool:
-    """Whether the planes of two boxes have a byte in common; False if the search ended before that was known.
+    """Whether the planes of two boxes have a byte in common.
 
     The distance between a cell of one plane and a cell of the other is that of their bases plus a multiple of each
     stride; a stride of both counts once, with the difference of the two indices.
@@ -191,12 +191,13 @@ def _share_a_byte(one: _Box, other: _Box, steps: _Steps) -> bool:
         (low, high, measure), (first, last) = sums[-1], multiples[stride]
         sums.append((low + stride * first, high + stride * last, math.gcd(measure, stride)))
     # Cells share a byte if their distance lies between these.
-    least, most = 1 - one.cell, other.cell - 1
+    least, most = 1 - one.plane.state_bytes, other.plane.state_bytes - 1
 
     def search(level: int, distance: int) -> bool:
         """Whether multiples of the `level` smallest strides make the cells overlap."""
         low, high, measure = sums[level]
-        if not steps.take(1) or distance + high < least or distance + low > most:
+        steps.take()
+        if distance + high < least or distance + low > most:
             return False
         if level == 0:
             return True
@@ -204,11 +205,6 @@ def _share_a_byte(one: _Box, other: _Box, steps: _Steps) -> bool:
             return False
         stride, (first, last), (low, high, _) = strides[level - 1], multiples[strides[level - 1]], sums[level - 1]
         begin, end = max(first, -((distance + high - least) // stride)), min(last, (most - distance - low) // stride)
-        for multiple in range(begin, end + 1):
-            if search(level - 1, distance + stride * multiple):
-                return True
-            if not steps.take(0):
-                return False
-        return False
+        return any(search(level - 1, distance + stride * multiple) for multiple in range(begin, end + 1))
 
     return search(len(strides), one.plane.base - other.plane.base)

@@ -241,14 +241,12 @@ class Plane:
                 return f"{attribute} {getattr(self, attribute)!a} has control characters"
         if not self.format:
             return "format is empty"
-        at_least_one = ("num_blocks", "page_tokens", "block_states", "state_bytes", "axis_size", "token_granule")
-        for attribute in at_least_one:
+        for attribute in ("num_blocks", "page_tokens", "block_states", "state_bytes", "axis_size", "token_granule"):
             if getattr(self, attribute) < 1:
                 return f"{attribute} is {getattr(self, attribute)}, not at least 1"
         # This includes strides of axes of one element: every declared number fits numpy's int64, and the length of an
         # interval fits the result of `len`.
-        bounded = ("axis_size", "device", "block_stride", "page_stride", "unit_stride", "token_stride")
-        for attribute in bounded:
+        for attribute in ("axis_size", "device", "block_stride", "page_stride", "unit_stride", "token_stride"):
             if not 0 <= getattr(self, attribute) < ADDRESS_LIMIT:
                 return f"{attribute} is {getattr(self, attribute)}, not in 0 ... 2**63 - 1"
         if self.num_blocks >= 1 << 31:
@@ -293,17 +291,15 @@ class Plane:
     def _scattered_cell(self) -> str:
         """The problem if bytes that may not be cut apart are not contiguous; else empty. Strides within them would
         declare their order, which is unknown."""
-        granule, held = self.token_granule, len(self.units)
-        token_inner = granule == 1 or self.token_stride == self.state_bytes
+        granule, held, size = self.token_granule, len(self.units), self.state_bytes
+        token_inner = granule == 1 or self.token_stride == size
         if self.units_divide:
             return "" if token_inner else f"a granule of {granule} states is not contiguous within a unit"
         if granule > 1 and held > 1:
-            heads_first = (
-                token_inner and self.unit_stride == self.page_tokens * self.state_bytes == granule * self.state_bytes
-            )
-            tokens_first = self.unit_stride == self.state_bytes and self.token_stride == held * self.state_bytes
+            heads_first = token_inner and granule == self.page_tokens and self.unit_stride == granule * size
+            tokens_first = self.unit_stride == size and self.token_stride == held * size
             return "" if heads_first or tokens_first else "an undivided page is not contiguous"
-        contiguous = token_inner and (held == 1 or self.unit_stride == self.state_bytes)
+        contiguous = token_inner and (held == 1 or self.unit_stride == size)
         return "" if contiguous else f"{held} undivided units of a granule are not contiguous"
 
 
