@@ -149,6 +149,6 @@ def _acknowledged(request: pb.NotifyRequest) -> list[pb.NotificationResult]:
 
 
 def _abort(context: Any, error: KvferryError) -> Any:
-    status = to_status(error)
-    context.set_trailing_metadata(status.metadata)
-    context.abort(status.code, status.message)
+    code, message, metadata = to_status(error)
+    context.set_trailing_metadata(metadata)
+    context.abort(code, message)

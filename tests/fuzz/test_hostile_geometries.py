@@ -12,17 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry._control.granted_steps import GrantedSteps
-from kvferry._wire.geometry_codec import blocks_to_proto, engine_from_proto, engine_to_proto
-from kvferry._wire.plan_codec import plan_to_proto
+from kvferry._wire.geometry_codec import engine_from_proto, engine_to_proto, runs_to_proto
 from kvferry._wire.reference import PREFIX, format_reference, parse_reference
 from kvferry.errors import BadGeometry, KvferryError
 from kvferry.geometry import Blocks, EngineGeometry
+from kvferry.geometry.blocks import BlockRuns
 from kvferry.planner import Path as BytesPath
 from kvferry.planner import PathRule, diff, plan_read
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.servicers import introspection
+from kvferry_server.servicers import encode, introspection
 from tests.fuzz.bounded import bounded
 from tests.fuzz.conftest import FUZZ
 from tests.fuzz.hostile_geometries import CASES, MAX_RANKS
@@ -104,7 +104,7 @@ def test_source_with_strange_fields_ends_in_a_typed_error(world: World, data: st
         decoded = engine_from_proto(geometry_pb2.EngineGeometry.FromString(encoded(source)))
         for rank in world.readers:
             plan = plan_read(decoded, destination, rank, striping=world.striping)
-            plan_to_proto(plan)
+            encode.plan(plan)
             plan.expand(world.source_blocks, world.destination_blocks, world.tokens)
 
 
@@ -114,8 +114,8 @@ def test_blocks_with_strange_fields_end_in_a_typed_error(world: World, data: st.
     """Steps from a hostile home, expanded by the plan of honest engines."""
     plan = plan_read(world.source.geometry(), world.destination.geometry(), world.readers[0])
     tokens = {group.name: group.block_tokens for group in world.source.groups}
-    groups = [blocks_to_proto(name, blocks, tokens[name]) for name, blocks in world.source_blocks.items()]
-    step = pb.Blocks(groups=groups)
+    runs = [BlockRuns.of_blocks(name, blocks, tokens[name]) for name, blocks in world.source_blocks.items()]
+    step = pb.Blocks(groups=map(runs_to_proto, runs))
     edit(step, data.draw, most=3)
     later = pb.Blocks(step=data.draw(st.sampled_from([0, 1, 2**32 - 1])), groups=[*step.groups][:1])
     steps = GrantedSteps()

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry._wire.geometry_codec import blocks_from_proto, blocks_to_proto
+from kvferry._wire.geometry_codec import blocks_from_proto, runs_to_proto
 from kvferry.errors import BadBlock, InvalidField
-from kvferry.geometry.blocks import MAX_BLOCKS, TOKEN_LIMIT, Blocks, check_ids, repeated
+from kvferry.geometry.blocks import MAX_BLOCKS, TOKEN_LIMIT, BlockRuns, Blocks, check_ids, repeated
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 ids_lists = st.lists(st.integers(0, 2**31 - 1), max_size=60)
@@ -18,18 +18,18 @@ ids_lists = st.lists(st.integers(0, 2**31 - 1), max_size=60)
 @given(ids=ids_lists, first=st.integers(0, 1000))
 def test_blocks_survive_the_wire(ids: list[int], first: int) -> None:
     blocks = Blocks(ids, first_token=first, end_token=first + 5)
-    assert blocks_from_proto(blocks_to_proto("full", blocks, 16)) == blocks
+    assert blocks_from_proto(runs_to_proto(BlockRuns.of_blocks("full", blocks, 16))) == blocks
 
 
 def test_consecutive_ids_are_one_run_on_the_wire() -> None:
-    message = blocks_to_proto("full", Blocks(range(100, 10_100)), 16)
+    message = runs_to_proto(BlockRuns.of_blocks("full", Blocks(range(100, 10_100)), 16))
     assert list(message.run_starts) == [100]
     assert list(message.run_counts) == [10_000]
     assert message.end_token == 160_000
 
 
 def test_end_token_defaults_to_the_end_of_the_last_block() -> None:
-    assert blocks_to_proto("full", Blocks([3, 9], first_token=20), 16).end_token == 48
+    assert runs_to_proto(BlockRuns.of_blocks("full", Blocks([3, 9], first_token=20), 16)).end_token == 48
 
 
 @pytest.mark.parametrize(

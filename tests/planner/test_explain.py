@@ -15,10 +15,10 @@ from xml.etree import ElementTree
 import jsonschema
 import pytest
 
-from kvferry._wire.plan_codec import plan_to_proto
 from kvferry.geometry import Group, GroupKind, Interval, TokenShard
 from kvferry.planner import Path as ReadPath
 from kvferry.planner import PathRule, ReadPlan, explain, plan_read, to_json, to_svg, to_text
+from kvferry_server.servicers import encode
 from tests.support.geometries import CROSS_LAYER, Engine, Held, Rank, Tensor, engine, tensors, tp_ranks
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -194,7 +194,7 @@ def test_bytes_per_token_are_exact_where_only_a_part_of_the_blocks_is_looked_at(
 @pytest.mark.parametrize("pair", sorted(PAIRS))
 def test_proto_equals_the_explained_lines(pair: str) -> None:
     for plan in PAIRS[pair]():
-        lines, message = explain(plan), plan_to_proto(plan)
+        lines, message = explain(plan), encode.plan(plan)
         assert (message.rank, list(message.uncovered)) == (plan.rank.rank, list(plan.uncovered))
         assert len(message.reads) == len(lines)
         for line, read in zip(lines, message.reads, strict=True):

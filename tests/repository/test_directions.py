@@ -57,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planner": {"errors", "_arguments", "geometry"},
     "_memory": {"errors", "_arguments", "_logs", "_engine_spec", "geometry", "planner"},
     "_transport": {*BASE, "stats", "geometry", "planner", "_memory"},
-    "_wire": {*BASE, "geometry", "planner", "_prompt", "v1"},
+    "_wire": {*BASE, "geometry", "_prompt", "v1"},
     "_directory": {*BASE, "_wire"},
     "_summaries": {"errors", "_clock", "_wire", "v1"},
     "_control": {

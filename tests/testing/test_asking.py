@@ -26,7 +26,7 @@ from kvferry import (
     ReleaseOutcome,
 )
 from kvferry._control.questions import MAX_ASKED_TOKENS
-from kvferry._wire.reference import format_engine_reference, parse_engine_reference
+from kvferry._wire.reference import format_reference, parse_engine_reference
 from kvferry.aio import AsyncCache, AsyncSession
 from kvferry.engine import Offer, ReadEnd, SchedulerPort, WorkerPort
 from kvferry.errors import (
@@ -438,7 +438,7 @@ def test_the_engine_that_is_asked_is_the_one_of_the_reference(
     else:
         parsed = parse_engine_reference(reference)
         parsed.key = bytes(16)
-        reference = format_engine_reference(parsed)
+        reference = format_reference(parsed)
     asker.port.ask("mine", reference, PROMPT, wait=2.0)
     assert isinstance(asker.refusal(), PeerRestarted if restarted else WrongKey)
 

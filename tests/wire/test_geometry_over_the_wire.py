@@ -13,8 +13,8 @@ from kvferry._wire.geometry_codec import (
     PlaneDecoder,
     engine_from_proto,
     engine_to_proto,
-    group_from_proto,
     group_to_proto,
+    groups_from_proto,
     plane_from_proto,
     plane_to_proto,
     region_from_proto,
@@ -294,7 +294,7 @@ def test_groups_that_contradict_themselves_are_refused(changes: dict[str, object
     for name, value in changes.items():
         setattr(message, name, value)
     with pytest.raises(BadGeometry):
-        group_from_proto(message)
+        groups_from_proto([message])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from kvferry._wire.authority import engine_key
 from kvferry._wire.reference import (
     MAX_LENGTH,
-    format_engine_reference,
     format_reference,
     parse_engine_reference,
     parse_reference,
@@ -118,7 +117,7 @@ def engine_reference(**changes: object) -> pb.EngineReference:
 
 
 def test_engine_reference_survives_a_round_trip_and_cannot_be_read() -> None:
-    text = format_engine_reference(engine_reference())
+    text = format_reference(engine_reference())
     assert text.startswith("kvf1e.")
     assert parse_engine_reference(text) == engine_reference()
     with pytest.raises(BadReference, match="names an engine"):
@@ -129,7 +128,7 @@ def test_engine_reference_survives_a_round_trip_and_cannot_be_read() -> None:
 
 def test_a_reference_may_leave_its_home_to_the_readers_directory() -> None:
     assert parse_reference(format_reference(reference(home=""))).home == ""
-    assert parse_engine_reference(format_engine_reference(engine_reference(home=""))).home == ""
+    assert parse_engine_reference(format_reference(engine_reference(home=""))).home == ""
 
 
 @pytest.mark.parametrize("field", ["engine_id", "incarnation", "key"])
@@ -137,7 +136,7 @@ def test_engine_reference_needs_all_its_fields(field: str) -> None:
     missing = engine_reference()
     missing.ClearField(field)  # type: ignore[arg-type]
     with pytest.raises(BadReference):
-        parse_engine_reference(format_engine_reference(missing))
+        parse_engine_reference(format_reference(missing))
 
 
 @given(st.text(max_size=80), st.binary(max_size=80))
@@ -159,7 +158,7 @@ def test_a_token_makes_the_engine_reference_that_its_home_checks() -> None:
 
 
 def test_source_reference_is_that_of_an_engine_or_a_publication() -> None:
-    assert parse_source_reference(format_engine_reference(engine_reference())) == engine_reference()
+    assert parse_source_reference(format_reference(engine_reference())) == engine_reference()
     assert parse_source_reference(format_reference(reference())) == reference()
     by_router = pb.Reference(home="home:1", engine_id="prefill", key=b"k" * 16, router_key="key")
     for text in (format_reference(by_router), "kvf1.damaged", "neither"):

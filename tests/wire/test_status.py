@@ -15,7 +15,6 @@ from kvferry import errors
 from kvferry._wire.channel import TlsConfig
 from kvferry._wire.status import (
     DETAILS_KEY,
-    WireStatus,
     from_notification_error,
     from_rpc_error,
     to_notification_error,
@@ -32,17 +31,17 @@ ADDRESS = "node7:7423"
 class Answer(grpc.RpcError):
     """A call that has ended, as a stub raises it."""
 
-    def __init__(self, status: WireStatus) -> None:
+    def __init__(self, status: tuple[grpc.StatusCode, str, Any]) -> None:
         self.status = status
 
     def code(self) -> grpc.StatusCode:
-        return self.status.code
+        return self.status[0]
 
     def details(self) -> str:
-        return self.status.message
+        return self.status[1]
 
     def trailing_metadata(self) -> Any:
-        return self.status.metadata
+        return self.status[2]
 
 
 def with_reasons(cls: type[KvferryError] = KvferryError) -> Iterator[type[KvferryError]]:
@@ -66,7 +65,7 @@ def make(cls: type[KvferryError], **values: object) -> KvferryError:
 def test_error_survives_the_wire(cls: type[KvferryError]) -> None:
     error = make(cls, engine_id="decode", block=7)
     status = to_status(error)
-    assert status.code.name == cls.code
+    assert status[0].name == cls.code
     for back in (
         from_rpc_error(Answer(status), ADDRESS),
         from_notification_error(to_notification_error(error)),
@@ -81,7 +80,7 @@ def test_error_survives_the_wire(cls: type[KvferryError]) -> None:
 def test_reason_is_spelt_alike_in_details_in_json_and_in_python(cls: type[KvferryError]) -> None:
     error = make(cls)
     info = error_details_pb2.ErrorInfo()
-    ((_, details),) = to_status(error).metadata
+    ((_, details),) = to_status(error)[2]
     assert isinstance(details, bytes)
     status_pb2.Status.FromString(details).details[0].Unpack(info)
     notified = json_format.MessageToDict(to_notification_error(error))["reason"]
@@ -112,8 +111,9 @@ def test_mismatches_survive_the_wire() -> None:
 )
 def test_large_errors_fit_a_header_and_count_missing_values(error: KvferryError) -> None:
     status = to_status(error)
-    details = dict(status.metadata)[DETAILS_KEY]
-    percent_encoded = sum(1 if 0x20 <= byte < 0x7F else 3 for byte in status.message.encode())
+    _, message, metadata = status
+    details = dict(metadata)[DETAILS_KEY]
+    percent_encoded = sum(1 if 0x20 <= byte < 0x7F else 3 for byte in message.encode())
     assert percent_encoded + len(details) * 4 / 3 < 7500
     back = from_rpc_error(Answer(status), ADDRESS)
     assert type(back) is type(error)
@@ -147,7 +147,7 @@ def test_errors_of_grpc_itself_become_typed_errors(
     code: grpc.StatusCode, cls: type[KvferryError], retryable: bool
 ) -> None:
     for metadata in ((), ((DETAILS_KEY, b"\xff\xff"),)):
-        back = from_rpc_error(Answer(WireStatus(code, "text", metadata)), ADDRESS)
+        back = from_rpc_error(Answer((code, "text", metadata)), ADDRESS)
         assert type(back) is cls
         assert back.retryable is retryable
         assert ADDRESS in back.message

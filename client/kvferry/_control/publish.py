@@ -11,7 +11,7 @@ from kvferry._control.batches import ADDED_BYTES, SENT_NOTIFY_BYTES, check_size
 from kvferry._control.publications import Publication
 from kvferry._engine_spec import EngineSpec
 from kvferry._prompt import Prompt
-from kvferry._wire.geometry_codec import blocks_to_proto, runs_from_proto
+from kvferry._wire.geometry_codec import runs_to_proto
 from kvferry._wire.reference import engine_ids, parse_reference
 from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import (
@@ -19,6 +19,7 @@ from kvferry.geometry.blocks import (
     MAX_RUNS,
     MAX_UNFINISHED,
     BlockIds,
+    BlockRuns,
     Blocks,
     blocks_by_group,
     check_ids,
@@ -223,7 +224,7 @@ def _complete(begun: Sequence[pb.GroupBlocks], step: pb.Publish) -> None:
 def _encoded(spec: EngineSpec, name: str, blocks: Blocks, *, last: bool) -> pb.GroupBlocks:
     group = spec.group(name)
     check_ids(name, "source", blocks.ids, group.num_blocks, group.null_block)
-    encoded = blocks_to_proto(name, blocks, group.block_tokens)
+    runs = BlockRuns.of_blocks(name, blocks, group.block_tokens)
     # The home would refuse the step, and with it the publication.
-    check_published(group, f"blocks[{name!r}]", runs_from_proto(encoded), last=last)
-    return encoded
+    check_published(group, f"blocks[{name!r}]", runs, last=last)
+    return runs_to_proto(runs)

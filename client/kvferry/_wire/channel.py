@@ -199,11 +199,9 @@ def is_loopback(address: str) -> bool:
     """Return whether an address is on this host: a UNIX socket, ``localhost``, or a loopback IP address."""
     try:
         parsed = parse_address(address)
-    except InvalidField:
-        return False
-    try:
         return parsed.is_unix or parsed.host == "localhost" or ipaddress.ip_address(parsed.host).is_loopback
     except ValueError:
+        # No address, or another name.
         return False
 
 
@@ -282,15 +280,14 @@ def chain_bytes(pem: bytes) -> int:
 
 def tls_stamp(tls: TlsConfig) -> tuple[object, ...]:
     """Return a value that changes when a file of a `TlsConfig` is written or replaced, also through a link. Cheap."""
-    return tuple(_stamp(path) for path in (tls.ca, tls.cert, tls.key) if path is not None)
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    try:
-        found = path.stat()
-    except (OSError, ValueError):
-        return ()
-    return found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev
+    stamp: list[object] = []
+    for path in filter(None, (tls.ca, tls.cert, tls.key)):
+        try:
+            found = path.stat()
+            stamp.append((found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev))
+        except (OSError, ValueError):
+            stamp.append(None)
+    return tuple(stamp)
 
 
 def _bad_pair(tls: TlsConfig, cert: bytes, error: Exception) -> InvalidField:

@@ -58,11 +58,14 @@ def group_to_proto(group: Group) -> pb.Group:
     )
 
 
-def group_from_proto(message: pb.Group) -> Group:
-    """Decode a group; raises `BadGeometry`."""
-    kind = _member(GroupKind, message.kind, "kind", f"group {message.name!r}")
-    null_block = message.null_block if message.has_null_block else None
-    return Group(kind=kind, null_block=null_block, **_alike(GROUP_FIELDS, message))
+def groups_from_proto(messages: Iterable[pb.Group]) -> tuple[Group, ...]:
+    """Decode groups; raises `BadGeometry`."""
+    groups = []
+    for message in messages:
+        kind = _member(GroupKind, message.kind, "kind", f"group {message.name!r}")
+        null_block = message.null_block if message.has_null_block else None
+        groups.append(Group(kind=kind, null_block=null_block, **_alike(GROUP_FIELDS, message)))
+    return tuple(groups)
 
 
 def token_shard_to_proto(shard: TokenShard) -> pb.TokenShard:
@@ -129,11 +132,6 @@ def rank_from_proto(message: pb.RankGeometry, planes_of: PlaneDecoder | None = N
     return RankGeometry(rank=message.rank, planes=planes, labels=dict(message.labels))
 
 
-def groups_from_proto(messages: Iterable[pb.Group]) -> tuple[Group, ...]:
-    """Decode groups; raises `BadGeometry`."""
-    return tuple(map(group_from_proto, messages))
-
-
 def engine_to_proto(engine: EngineGeometry) -> pb.EngineGeometry:
     return pb.EngineGeometry(
         engine_id=engine.engine_id,
@@ -175,14 +173,6 @@ def agent_to_proto(agent: AgentInfo) -> pb.Agent:
 def agent_from_proto(message: pb.Agent) -> AgentInfo:
     """Decode an agent, whose metadata nobody has checked; raises `BadGeometry`."""
     return AgentInfo(regions=tuple(map(region_from_proto, message.regions)), **_alike(AGENT_FIELDS, message))
-
-
-def blocks_to_proto(group: str, blocks: Blocks, block_tokens: int) -> GroupBlocks:
-    """Encode blocks of a group; `block_tokens` (0 for state groups) gives the end where `end_token` is None."""
-    message = runs_to_proto(BlockRuns.of_blocks(group, blocks))
-    if blocks.end_token is None and block_tokens:
-        message.end_token = (blocks.first_token // block_tokens + len(blocks.ids)) * block_tokens
-    return message
 
 
 def blocks_from_proto(message: GroupBlocks) -> Blocks:

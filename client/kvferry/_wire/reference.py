@@ -11,7 +11,7 @@ import hashlib
 import secrets
 from typing import TypeVar
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 
 from kvferry import _arguments as arguments
 from kvferry._prompt import MARK_BYTES
@@ -34,12 +34,13 @@ HINT_DIGEST_BYTES = 16
 MAX_LENGTH = 4096
 """Most characters of a reference; longer strings are refused before they are decoded."""
 
-Body = TypeVar("Body", bound=Message)
+Body = TypeVar("Body", pb.Reference, pb.EngineReference)
 
 
-def format_reference(reference: pb.Reference) -> str:
-    """Encode a publication's reference as its canonical string."""
-    return PREFIX + _encoded(reference)
+def format_reference(reference: pb.Reference | pb.EngineReference) -> str:
+    """Encode a reference, of a publication or of an engine, as its canonical string."""
+    prefix = PREFIX if isinstance(reference, pb.Reference) else ENGINE_PREFIX
+    return prefix + to_base64(reference.SerializeToString(deterministic=True))
 
 
 def router_reference(
@@ -100,7 +101,6 @@ def parse_reference(text: str) -> pb.Reference:
     if text.startswith(ENGINE_PREFIX):
         raise BadReference("it names an engine, not a publication")
     reference = _decoded(text, PREFIX, pb.Reference)
-    _check(reference.engine_id, reference.key)
     if reference.router_key:
         if reference.publication or reference.incarnation:
             raise BadReference("it names both a publication and a router's key")
@@ -134,15 +134,9 @@ def hint_digest(hint: bytes) -> bytes:
     return hashlib.sha256(hint).digest()[:HINT_DIGEST_BYTES]
 
 
-def format_engine_reference(reference: pb.EngineReference) -> str:
-    """Encode an engine's reference as its canonical string."""
-    return ENGINE_PREFIX + _encoded(reference)
-
-
 def parse_engine_reference(text: str) -> pb.EngineReference:
     """Decode an engine's reference; raises `BadReference`."""
     reference = _decoded(text, ENGINE_PREFIX, pb.EngineReference)
-    _check(reference.engine_id, reference.key)
     if len(reference.incarnation) != INCARNATION_BYTES:
         raise BadReference(f"its incarnation has {len(reference.incarnation)} bytes, not {INCARNATION_BYTES}")
     return reference
@@ -158,19 +152,21 @@ def parse_source_reference(text: str) -> pb.EngineReference | pb.Reference:
     return reference
 
 
-def _encoded(reference: Message) -> str:
-    return to_base64(reference.SerializeToString(deterministic=True))
-
-
 def _decoded(text: str, prefix: str, of: type[Body]) -> Body:
     if not text.startswith(prefix):
         raise BadReference(f"it does not start with {prefix!r}")
     if len(text) > MAX_LENGTH:
         raise BadReference(f"it has {len(text)} characters, more than {MAX_LENGTH}")
     try:
-        return of.FromString(from_base64(text[len(prefix) :]))
+        reference = of.FromString(from_base64(text[len(prefix) :]))
     except (DecodeError, ValueError):
         raise BadReference("its body is damaged") from None
+    # The home may be empty: the reader's directory then has its address.
+    if not reference.engine_id:
+        raise BadReference("it names no engine")
+    if len(reference.key) != KEY_BYTES:
+        raise BadReference(f"its key has {len(reference.key)} bytes, not {KEY_BYTES}")
+    return reference
 
 
 def to_base64(body: bytes) -> str:
@@ -181,11 +177,3 @@ def to_base64(body: bytes) -> str:
 def from_base64(text: str) -> bytes:
     """Decode the text of `to_base64`; raises `ValueError`."""
     return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
-
-
-def _check(engine_id: str, key: bytes) -> None:
-    # The home may be empty: the reader's directory then has its address.
-    if not engine_id:
-        raise BadReference("it names no engine")
-    if len(key) != KEY_BYTES:
-        raise BadReference(f"its key has {len(key)} bytes, not {KEY_BYTES}")

@@ -11,7 +11,6 @@ So long texts are cut and end in ``…(+N characters)``, and the value ``truncat
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import cast
 
 import grpc
@@ -74,17 +73,9 @@ _BY_CODE: dict[str, type[KvferryError]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class WireStatus:
-    """An error as a server sends it, with the trailing metadata."""
-
-    code: grpc.StatusCode
-    message: str
-    metadata: tuple[tuple[str, str | bytes], ...]
-
-
-def to_status(error: KvferryError) -> WireStatus:
-    """Convert an error to a status; raises TypeError for a client's own error, which has no reason."""
+def to_status(error: KvferryError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]:
+    """Convert an error to the arguments of a server's ``abort``: code, message, trailing metadata. Raises TypeError for
+    a client's own error, which has no reason."""
     if not error.reason:
         raise TypeError(f"{type(error).__name__} never crosses the wire")
     code = grpc.StatusCode[error.code]
@@ -95,7 +86,7 @@ def to_status(error: KvferryError) -> WireStatus:
     if error.retry_after is not None:
         retry = error_details_pb2.RetryInfo(retry_delay=to_duration(error.retry_after))
         status.details.add().Pack(retry)
-    return WireStatus(code, message, ((DETAILS_KEY, status.SerializeToString()),))
+    return code, message, ((DETAILS_KEY, status.SerializeToString()),)
 
 
 def from_rpc_error(
@@ -125,7 +116,7 @@ def from_rpc_error(
     if name == "UNIMPLEMENTED":
         problem = f"does not offer this call: {text}. Is it another version, or no node server of kvferry at all?"
         return NotImplementedHere(f"{address} {problem}", what=text)
-    if is_too_large(name, text):
+    if name == "RESOURCE_EXHAUSTED" and TOO_LARGE in text:
         return MessageTooLarge(f"{address}: {text}", address=address)
     return _rebuilt("", name, f"{address} answered {name}: {text}", {"address": address})
 
@@ -160,11 +151,6 @@ def _code_of(error: grpc.RpcError) -> str:
 
 def _text_of(error: grpc.RpcError) -> str:
     return (cast(grpc.Call, error).details() if hasattr(error, "details") else None) or str(error)
-
-
-def is_too_large(code: str, text: str) -> bool:
-    """Whether a call failed, with this code and text, because a message is over the limit of either side."""
-    return code == "RESOURCE_EXHAUSTED" and TOO_LARGE in text
 
 
 def to_notification_error(error: KvferryError) -> pb.NotificationError:

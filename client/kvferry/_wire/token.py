@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvferry._wire.authority import SECRET_BYTES, engine_key, incarnation_of
-from kvferry._wire.reference import format_engine_reference, from_base64, to_base64
+from kvferry._wire.reference import format_reference, from_base64, to_base64
 from kvferry.errors import InvalidField
 from kvferry.v1 import kv_transfer_pb2 as pb
 
@@ -56,14 +56,9 @@ class EngineToken:
     def engine_reference(self) -> str:
         """The engine's reference, which routers give to readers for `Cache.warm`. A capability: a holder can reach the
         memory that the engine's ranks registered."""
-        return format_engine_reference(
-            pb.EngineReference(
-                home=self.home,
-                engine_id=self.engine_id,
-                incarnation=self.incarnation,
-                key=engine_key(self.session_secret),
-            )
-        )
+        key = engine_key(self.session_secret)
+        made = pb.EngineReference(home=self.home, engine_id=self.engine_id, incarnation=self.incarnation, key=key)
+        return format_reference(made)
 
 
 def engine_ref(token: EngineToken) -> pb.EngineRef:

@@ -125,9 +125,13 @@ class BlockRuns:
     counts: tuple[int, ...] = ()
 
     @classmethod
-    def of_blocks(cls, group: str, blocks: Blocks) -> BlockRuns:
+    def of_blocks(cls, group: str, blocks: Blocks, block_tokens: int = 0) -> BlockRuns:
+        """The runs of blocks, whose end follows from `block_tokens`, unless 0, where `end_token` is None."""
         starts, counts = (tuple(column.tolist()) for column in id_runs(blocks.ids))
-        return cls(group, blocks.first_token, blocks.end_token, blocks.state_token, starts, counts)
+        end = blocks.end_token
+        if end is None and block_tokens:
+            end = (blocks.first_token // block_tokens + len(blocks.ids)) * block_tokens
+        return cls(group, blocks.first_token, end, blocks.state_token, starts, counts)
 
     @property
     def end(self) -> int:

@@ -251,7 +251,7 @@ class Guard:
         error.__traceback__ = error.__context__ = error.__cause__ = None
         try:
             # The status is sent after all earlier messages.
-            await _taken(context, context.abort(status.code, status.message, status.metadata))
+            await _taken(context, context.abort(*status))
         except grpc.aio.BaseError as failed:
             # AbortError is the normal case.
             if is_gone(failed):

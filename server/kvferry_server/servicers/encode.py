@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from kvferry._clock import to_duration
+from kvferry._wire.geometry_codec import token_shard_to_proto
 from kvferry._wire.status import reason_number
+from kvferry.planner.explain import explain
+from kvferry.planner.plan import ReadPlan
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine import Engine
@@ -12,6 +15,9 @@ from kvferry_server.domain.publications import Lease, PublicationRecord, Publica
 from kvferry_server.domain.router_keys import WaitingRead
 from kvferry_server.domain.times import Times
 from kvferry_server.domain.values import EngineRef, LeaseState, RankReport
+
+READ_FIELDS = ("group", "layers", "components", "bytes_per_token", "bytes_per_request", "descriptors_per_block", "path")
+"""Fields with the same name and value in a line of a plan and in `kvferry.v1.PlannedRead`."""
 
 MOST = (1 << 64) - 1
 """The most that a field of 64 bits holds: peers state numbers whose sum is larger."""
@@ -116,3 +122,22 @@ def _report(report: RankReport) -> pb.RankReport:
         bytes=report.bytes,
         reason=reason_number(report.reason),
     )
+
+
+def plan(of: ReadPlan) -> ipb.RankPlan:
+    """Encode a plan."""
+    answer = ipb.RankPlan(rank=of.rank.rank, labels=of.rank.labels, uncovered=of.uncovered)
+    for line in explain(of):
+        read = answer.reads.add(
+            source_rank=line.source.rank,
+            source_labels=line.source.labels,
+            unit_begin=line.units.begin,
+            unit_end=line.units.end,
+            path_reason=line.reason,
+            **{name: getattr(line, name) for name in READ_FIELDS},
+        )
+        if line.tokens.count > 1:
+            read.token_shard.CopyFrom(token_shard_to_proto(line.tokens))
+        if not line.stripe.whole:
+            read.stripe_begin, read.stripe_end, read.stripe_of = line.stripe.begin, line.stripe.end, line.stripe.of
+    return answer

@@ -18,7 +18,6 @@ from google.protobuf.message import Message
 from kvferry._clock import to_duration
 from kvferry._wire.channel import MAX_MESSAGE_BYTES, MAX_NOTIFY_BYTES
 from kvferry._wire.geometry_codec import engine_from_proto
-from kvferry._wire.plan_codec import plan_to_proto
 from kvferry._wire.reference import MAX_LENGTH, from_base64, to_base64
 from kvferry._wire.version import OURS
 from kvferry.errors import InvalidField, LimitReached
@@ -166,7 +165,7 @@ class Introspection(IntrospectionServicer):
                 if caller_left.is_set() or (response.ranks and time.monotonic() > until):
                     response.left_ranks.extend(ranks[index:])
                     break
-                plan = plan_to_proto(plan_read(read_from, read_into, rank))
+                plan = encode.plan(plan_read(read_from, read_into, rank))
                 size += plan.ByteSize()
                 if size > MAX_PLAN_BYTES and not response.ranks:
                     message = f"the plan of rank {rank} takes {size} bytes, more than an answer's {MAX_PLAN_BYTES}"

@@ -15,7 +15,6 @@ from google.protobuf import descriptor_pool
 
 from kvferry._wire.channel import TlsConfig, connect
 from kvferry._wire.reference import (
-    format_engine_reference,
     format_reference,
     question_reference,
     router_reference,
@@ -91,9 +90,7 @@ def calls(channel: grpc.Channel, engine_id: str) -> dict[str, Callable[[], objec
     )
     read = pb.ReadBlocksRequest(reference=reference, reader=reader, read_id=b"r" * 16, parties=1)
     question = question_reference("h:1", engine_id)
-    whole = format_engine_reference(
-        pb.EngineReference(home="h:1", engine_id=engine_id, incarnation=b"i" * 16, key=b"k" * 16)
-    )
+    whole = format_reference(pb.EngineReference(home="h:1", engine_id=engine_id, incarnation=b"i" * 16, key=b"k" * 16))
 
     def notify(**kind: Any) -> Callable[[], object]:
         request = pb.NotifyRequest(sender=engine, session_secret=b"s" * 32, notifications=[pb.Notification(**kind)])

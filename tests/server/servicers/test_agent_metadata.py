@@ -13,7 +13,7 @@ from kvferry._engine_spec import EngineSpec
 from kvferry._reads.source_engines import SourceEngine, SourceEngines
 from kvferry._wire.authority import KEY_BYTES
 from kvferry._wire.channel import TlsConfig, connect
-from kvferry._wire.reference import format_engine_reference, parse_engine_reference
+from kvferry._wire.reference import format_reference, parse_engine_reference
 from kvferry.errors import (
     AgentsWithheld,
     BadReference,
@@ -64,7 +64,7 @@ async def told(node: Node, given: str) -> bool:
 
 def engine_reference_with(**changes: Any) -> str:
     given = {"home": ADVERTISE, "engine_id": P.engine_id, "incarnation": P.incarnation, "key": b"g" * KEY_BYTES}
-    return format_engine_reference(pb.EngineReference(**{**given, **changes}))
+    return format_reference(pb.EngineReference(**{**given, **changes}))
 
 
 async def test_stranger_gets_the_geometry_without_agents(ready: Node) -> None:

@@ -13,7 +13,7 @@ import pytest_asyncio
 from google.protobuf.duration_pb2 import Duration
 
 from kvferry._clock import from_duration
-from kvferry._wire.reference import format_engine_reference, parse_reference, question_reference, router_reference
+from kvferry._wire.reference import format_reference, parse_reference, question_reference, router_reference
 from kvferry.errors import (
     BadReference,
     EngineUnknown,
@@ -320,7 +320,7 @@ async def test_engine_is_asked_by_either_name_that_the_reference_may_mean(node: 
 async def test_engine_reference_with_a_wrong_key_or_incarnation_is_refused(node: Node, watch: Watch) -> None:
     assert isinstance(await refused(node, engine_reference=engine_reference(P2)), PeerRestarted)
     named = pb.EngineReference(home=ADVERTISE, engine_id=P.engine_id, incarnation=P.incarnation, key=b"?" * 16)
-    assert isinstance(await refused(node, engine_reference=format_engine_reference(named)), WrongKey)
+    assert isinstance(await refused(node, engine_reference=format_reference(named)), WrongKey)
     await node.leaves(watch)
     node.pass_by(TIMES.engine_ttl)
     assert isinstance(await refused(node), EngineUnknown)

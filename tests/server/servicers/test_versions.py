@@ -200,7 +200,7 @@ async def test_a_relay_passes_on_a_refusal_whose_reason_it_does_not_know(relayed
 
     class Later:
         async def refuse(self, request: Any, context: Any) -> Any:
-            await context.abort(status.code, status.message, status.metadata)
+            await context.abort(*status)
 
         def __getattr__(self, method: str) -> Any:
             return self.refuse
