@@ -12,7 +12,7 @@ import grpc
 
 from benchmarks.caches import Ids, Layout
 from kvferry import Blocks, EngineToken
-from kvferry._wire.authority import incarnation_of, publication_key
+from kvferry._wire.authority import PublicationKeys, incarnation_of
 from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto, region_to_proto
 from kvferry._wire.reference import format_reference, hint_digest
 from kvferry._wire.version import OURS_ENCODED
@@ -144,7 +144,7 @@ class Party:
                 incarnation=self.ref.incarnation,
                 publication=number,
                 request_id=f"request-{number}",
-                key=publication_key(self.secret, number),
+                key=PublicationKeys(self.secret).key(number),
             )
         )
 

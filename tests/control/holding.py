@@ -10,7 +10,7 @@ from kvferry._control.connection import Control
 from kvferry._control.homes import Homes
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.renewals import Renewals
-from kvferry._wire.authority import publication_key
+from kvferry._wire.authority import PublicationKeys
 from kvferry._wire.reference import format_reference
 from kvferry._wire.token import EngineToken
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -31,7 +31,7 @@ def reference(home: str) -> str:
             incarnation=b"i" * 16,
             publication=1,
             request_id="request",
-            key=publication_key(b"s" * 32, 1),
+            key=PublicationKeys(b"s" * 32).key(1),
         )
     )
 

@@ -8,7 +8,7 @@ import time
 
 from kvferry._control.publications import Offers
 from kvferry._prompt import Prompt
-from kvferry._wire.authority import incarnation_of, new_session_secret, publication_key
+from kvferry._wire.authority import PublicationKeys, incarnation_of, new_session_secret
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 SECRET = new_session_secret()
@@ -27,7 +27,7 @@ def test_a_prompt_that_grows_with_each_token_is_marked_at_its_ends() -> None:
         steps.append(step)
     marks = [mark for step in steps for mark in step.marks]
     assert [mark.end for mark in marks] == [*range(50, 113), 250]
-    assert marks[-1].digest == prompt.mark(publication_key(SECRET, number), 250)
+    assert marks[-1].digest == prompt.mark(PublicationKeys(SECRET).key(number), 250)
 
 
 def held(count: int) -> Offers:

@@ -17,7 +17,7 @@ import pytest
 
 from kvferry import Blocks, Cache, Client, EngineSpec, Group, KvferryError, Prompt
 from kvferry._cache import runtime_of
-from kvferry._wire.authority import publication_key, read_id_of
+from kvferry._wire.authority import PublicationKeys, read_id_of
 from kvferry._wire.reference import (
     format_reference,
     parse_engine_reference,
@@ -274,7 +274,7 @@ def test_secrets_are_seen_by_no_other_party(scene: Scene, caplog: pytest.LogCapt
     prompt = Prompt(range(40))
     begun = session.publish("begun", {"full": Blocks([1, 2])}, last=False, expected_reads=3, prompt=prompt)
     parsed = parse_reference(begun.reference)
-    secrets["key"] = publication_key(session.token.session_secret, begun.number)
+    secrets["key"] = PublicationKeys(session.token.session_secret).key(begun.number)
     assert parsed.key == secrets["key"]
     secrets["a mark"], secrets["a prompt's digest"] = prompt.mark(parsed.key, 40), prompt.digest(40)
     secrets["engine key"] = parse_engine_reference(session.engine_reference).key

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
-from kvferry._wire.authority import SECRET_BYTES, incarnation_of, publication_key
+from kvferry._wire.authority import SECRET_BYTES, PublicationKeys, incarnation_of
 from kvferry._wire.reference import format_reference, parse_reference, router_reference
 from kvferry.errors import KvferryError
 from kvferry.v1 import introspection_pb2 as ipb
@@ -216,7 +216,7 @@ class Liar:
         told += [pb.Notification(publish=self._step(self._numbers, turns)) for _ in range(4)]
         host.lie(pb.NotifyRequest(sender=ref, session_secret=SECRET, notifications=told))
         reference = pb.Reference(home=ADVERTISE, engine_id=ref.engine_id, incarnation=ref.incarnation)
-        reference.publication, reference.key = self._numbers, publication_key(SECRET, self._numbers)
+        reference.publication, reference.key = self._numbers, PublicationKeys(SECRET).key(self._numbers)
         ask = pb.ReadBlocksRequest(
             reference=format_reference(reference), reader=self._ref(turns), read_id=self._secret(16, turns), parties=1
         )
@@ -259,7 +259,7 @@ class Liar:
 
     def _reference(self, turns: random.Random) -> str:
         ref, number = self._ref(turns), self._number(turns)
-        key = turns.choice((publication_key(SECRET, number), self._secret(16, turns)))
+        key = turns.choice((PublicationKeys(SECRET).key(number), self._secret(16, turns)))
         return format_reference(
             pb.Reference(
                 home=ADVERTISE,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvferry._wire.authority import SECRET_BYTES, incarnation_of, publication_key
+from kvferry._wire.authority import SECRET_BYTES, PublicationKeys, incarnation_of
 from kvferry._wire.geometry_codec import runs_to_proto
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.geometry import Group, GroupKind, Interval, MemoryKind, MemoryRegion, Plane, RankGeometry
@@ -53,7 +53,7 @@ E = start("other-decode", "E")
 
 def key(number: int = 1, source: EngineRef = P) -> bytes:
     """The key of a publication's reference."""
-    return publication_key(SECRETS[source], number)
+    return PublicationKeys(SECRETS[source]).key(number)
 
 
 def read_id(name: str) -> bytes:

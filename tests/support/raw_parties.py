@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from kvferry._wire.authority import incarnation_of, publication_key
+from kvferry._wire.authority import PublicationKeys, incarnation_of
 from kvferry._wire.geometry_codec import engine_to_proto, group_to_proto, put_together, rank_to_proto, region_to_proto
 from kvferry._wire.reference import format_reference
 from kvferry._wire.token import EngineToken
@@ -103,7 +103,7 @@ class Party:
                 incarnation=self.ref.incarnation,
                 publication=self.publication,
                 request_id=f"request-{self.publication}",
-                key=publication_key(self.secret, self.publication),
+                key=PublicationKeys(self.secret).key(self.publication),
             )
         )
 

@@ -7,7 +7,7 @@ import hmac
 
 from kvferry import EngineSpec, EngineToken, Group
 from kvferry._client import RegisterCache
-from kvferry._wire.authority import engine_key, incarnation_of, new_session_secret, publication_key, read_id_of
+from kvferry._wire.authority import PublicationKeys, engine_key, incarnation_of, new_session_secret, read_id_of
 
 SECRET = bytes(range(32))
 
@@ -17,11 +17,11 @@ def test_derived_values_are_those_of_the_contract() -> None:
         return hmac.new(SECRET, message, hashlib.sha256).digest()[:16]
 
     assert incarnation_of(SECRET) == hashlib.sha256(b"kvferry incarnation 1" + SECRET).digest()[:16]
-    assert publication_key(SECRET, 258) == mac(b"kvferry publication 1\0\0\0\0\0\0\x01\x02")
+    assert PublicationKeys(SECRET).key(258) == mac(b"kvferry publication 1\0\0\0\0\0\0\x01\x02")
     assert engine_key(SECRET) == mac(b"kvferry engine 1\0\0\0\0\0\0\0\0")
     assert read_id_of(SECRET, "ü") == mac(b"kvferry read 1\xc3\xbc")
     assert incarnation_of(SECRET).hex() == "d71e5bf712394a46a5879c146bbc5207"
-    assert publication_key(SECRET, 1).hex() == "db54b5bf47f46449c649ed204b38be41"
+    assert PublicationKeys(SECRET).key(1).hex() == "db54b5bf47f46449c649ed204b38be41"
 
 
 def test_derived_values_differ_by_secret_number_and_name() -> None:
@@ -32,9 +32,9 @@ def test_derived_values_differ_by_secret_number_and_name() -> None:
         for f in (
             incarnation_of,
             engine_key,
-            lambda secret: publication_key(secret, 0),
-            lambda secret: publication_key(secret, 1),
-            lambda secret: publication_key(secret, 2**64 - 1),
+            lambda secret: PublicationKeys(secret).key(0),
+            lambda secret: PublicationKeys(secret).key(1),
+            lambda secret: PublicationKeys(secret).key(2**64 - 1),
             lambda secret: read_id_of(secret, ""),
             lambda secret: read_id_of(secret, "a"),
         )

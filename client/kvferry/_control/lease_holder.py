@@ -34,7 +34,7 @@ from kvferry._directory.directory import Listing
 from kvferry._loop import Loop
 from kvferry._prompt import Prompt
 from kvferry._tracing import NO_SPAN, Span
-from kvferry._wire.authority import new_read_id, read_id_of
+from kvferry._wire.authority import READ_ID_BYTES, read_id_of
 from kvferry._wire.publication import granted_by
 from kvferry._wire.reference import (
     MAX_HINT_BLOCKS,
@@ -194,12 +194,14 @@ class LeaseHolder:
 
     def acquire(self, request: AcquireRequest, changed: Callable[[], object]) -> Acquisition:
         """Begin to acquire a publication: await `Acquisition.first`. For `changed` see `ReaderLease.changed`."""
+        # Ranks that share a read find it by its name. One rank's read has an id of its own: another read of the same
+        # name must not get its lease, which ends with the first of the two.
+        shared = request.parties > 1
+        read_id = read_id_of(self._secret, request.read_id) if shared else secrets.token_bytes(READ_ID_BYTES)
         asked = pb.ReadBlocksRequest(
             reference=request.text,
             reader=self._reader,
-            # Ranks that share a read find it by its name. One rank's read has an id of its own: another read of the
-            # same name must not get its lease, which ends with the first of the two.
-            read_id=read_id_of(self._secret, request.read_id) if request.parties > 1 else new_read_id(),
+            read_id=read_id,
             parties=request.parties,
             expected_reads=request.expected_reads,
         )
@@ -298,7 +300,7 @@ def _validate(request: AcquireRequest, shares: Sequence[pb.RankReport]) -> pb.Va
         reference=request.text,
         # Of this read alone. An earlier read with the same name may have been answered VALID before the release of the
         # blocks, and a lease that was granted too late is given back: neither must decide about this one.
-        read_id=new_read_id(),
+        read_id=secrets.token_bytes(READ_ID_BYTES),
         hint_digest=hint_digest(request.hint),
         parties=request.parties,
         reports=shares,

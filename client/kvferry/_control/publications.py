@@ -18,7 +18,7 @@ from typing import Literal
 from kvferry._control.right_prompt import Marker
 from kvferry._logs import Log
 from kvferry._prompt import Prompt
-from kvferry._wire.authority import publication_key
+from kvferry._wire.authority import PublicationKeys
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry._wire.publication import hint_of
 from kvferry._wire.reference import MAX_REFERENCE_MARKS, add_hint, format_reference
@@ -152,7 +152,7 @@ class Offers:
         self.published = 0
         self.outcomes: Counter[str] = Counter()
         self._engine = engine
-        self._secret = session_secret
+        self._keys = PublicationKeys(session_secret)
         self._next = 1
         self._held: dict[int, _Held] = {}
         self._by_router_key: dict[str, int] = {}
@@ -179,7 +179,7 @@ class Offers:
                 publication=other,
             )
         step.publication, self._next = self._next, self._next + 1
-        key = publication_key(self._secret, step.publication)
+        key = self._keys.key(step.publication)
         reference = pb.Reference(
             home=home,
             engine_id=self._engine.engine_id,

@@ -4,6 +4,7 @@ latter, `LocalRank`, which needs no session of the rank's engine. Only this modu
 from __future__ import annotations
 
 import asyncio
+import secrets
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -34,7 +35,7 @@ from kvferry._transport.nixl_agent import ReadingAgent, ServingAgent
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._transport.transport import Transport
-from kvferry._wire.authority import agent_name, new_agent_key
+from kvferry._wire.authority import AGENT_KEY_BYTES, agent_name
 from kvferry._wire.geometry_codec import agent_to_proto, group_to_proto, rank_to_proto
 from kvferry._wire.reference import parse_source_reference
 from kvferry._wire.token import EngineToken, engine_ref
@@ -113,7 +114,7 @@ class LocalRank:
         self.rank = rank
         self.memory = memory
         self.closed = False
-        self.agent_key = new_agent_key()
+        self.agent_key = secrets.token_bytes(AGENT_KEY_BYTES)
         self.agent: ServingAgent | None = None
         if serve:
             name = agent_name(self.agent_key, spec.engine_id, rank.rank)

@@ -12,10 +12,9 @@ import hashlib
 import hmac
 import secrets
 
-# KEY_BYTES: of a reference's key.
 SECRET_BYTES = 32
 INCARNATION_BYTES = 16
-KEY_BYTES = 16
+KEY_BYTES = 16  # Of a reference's key
 AGENT_KEY_BYTES = 32
 READ_ID_BYTES = 16
 
@@ -33,16 +32,11 @@ def incarnation_of(session_secret: bytes) -> bytes:
     return hashlib.sha256(b"kvferry incarnation 1" + session_secret).digest()[:INCARNATION_BYTES]
 
 
-def publication_key(session_secret: bytes, publication: int) -> bytes:
-    """Derive the key in the reference of a publication."""
-    return PublicationKeys(session_secret).key(publication)
-
-
 class PublicationKeys:
-    """The keys in the references of one engine's publications, for callers that derive many: OpenSSL takes longer to
-    begin an HMAC than to compute it."""
+    """The keys in the references of one engine's publications."""
 
     def __init__(self, session_secret: bytes) -> None:
+        # Once for all keys: OpenSSL takes longer to begin an HMAC than to compute it.
         self._begun = hmac.new(session_secret, b"kvferry publication 1", hashlib.sha256)
 
     def key(self, publication: int) -> bytes:
@@ -56,11 +50,6 @@ def read_id_of(session_secret: bytes, name: str) -> bytes:
     return _derived(session_secret, b"kvferry read 1" + name.encode())
 
 
-def new_read_id() -> bytes:
-    """Draw the read_id of a read of which no other rank needs to know it."""
-    return secrets.token_bytes(READ_ID_BYTES)
-
-
 def engine_key(session_secret: bytes) -> bytes:
     """Derive the key in an engine's own reference."""
     return _derived(session_secret, b"kvferry engine 1" + bytes(8))
@@ -70,11 +59,6 @@ def question_name(key: bytes) -> str:
     """Derive the router_key of a question's reference from the reference's key. An asker can then take no name that a
     router uses, and a home recognises the answer to a question, also one that has ended, by its name."""
     return hashlib.sha256(b"kvferry question 1" + key).hexdigest()[:32]
-
-
-def new_agent_key() -> bytes:
-    """Draw the key of an agent that is made before its engine's incarnation is known."""
-    return secrets.token_bytes(AGENT_KEY_BYTES)
 
 
 def agent_name(agent_key: bytes, engine_id: str, rank: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from kvferry import __version__
 from kvferry.errors import ContractDiffers
@@ -19,13 +19,6 @@ CALLER = "the caller"
 
 MAX_RELEASE = 64
 """Most characters of a peer's release in a message."""
-
-
-class Speaks(Protocol):
-    """A message with its sender's version."""
-
-    @property
-    def version(self) -> pb.Version: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +60,8 @@ OURS_AS_RELAY = pb.RelayVersion(contract_revision=OURS.revision, oldest_revision
 """The version that a relay adds to the messages that it passes on."""
 
 
-def introduce(request: Speaks) -> None:
-    """Put this release's version into a request."""
+def introduce(request: Any) -> None:
+    """Put this release's version into a request that has one."""
     request.version.MergeFrom(OURS_ENCODED)
 
 
