@@ -20,7 +20,11 @@ class Schema(GenerateJsonSchema):
         """An object has no unknown fields, and obeys its rules."""
         kind: type[Described] = schema["cls"]
         rules = [rule_schema(rule) for rule in kind.never]
-        return {**super().model_schema(schema), "additionalProperties": False, **({"allOf": rules} if rules else {})}
+        found = super().model_schema(schema)
+        for field in found["properties"].values():
+            if "description" in field:
+                field["description"] = field["description"].replace("\n", " ")
+        return {**found, "additionalProperties": False, **({"allOf": rules} if rules else {})}
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False

@@ -166,11 +166,8 @@ def check_rank(groups: Iterable[Group], rank: RankGeometry) -> None:
             raise BadGeometry(where, f"blocks of {group.block_tokens} tokens do not hold whole turns of {shard}")
         states = Fraction(group.block_tokens, shard.count) / plane.tokens_per_state
         if states != plane.block_states:
-            raise BadGeometry(
-                where,
-                f"block_states is {plane.block_states}, but {group.block_tokens} tokens per block, {shard}, "
-                f"{plane.tokens_per_state} tokens per state make {states}",
-            )
+            declared = f"{group.block_tokens} tokens per block, {shard}, {plane.tokens_per_state} tokens per state"
+            raise BadGeometry(where, f"block_states is {plane.block_states}, but {declared} make {states}")
 
 
 @dataclass(frozen=True, slots=True)

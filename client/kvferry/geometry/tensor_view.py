@@ -143,17 +143,13 @@ def _view_of_torch(tensor: Any) -> TensorView:
         raise BadGeometry("tensor", f"a {tensor.layout} tensor of shape {tuple(tensor.shape)} has no strides")
     kind = _KINDS.get(tensor.device.type)
     if kind is None:
-        raise BadGeometry(
-            "tensor",
-            f"device {tensor.device} is not supported: kvferry knows cpu, and cuda, as torch calls both CUDA and ROCm; "
-            "describe other memory that NIXL can register with a TensorView or Planes",
-        )
+        known = "kvferry knows cpu, and cuda, as torch calls both CUDA and ROCm"
+        advice = "describe other memory that NIXL can register with a TensorView or Planes"
+        raise BadGeometry("tensor", f"device {tensor.device} is not supported: {known}; {advice}")
     if getattr(tensor, "is_quantized", False):
-        raise BadGeometry(
-            "tensor",
-            f"a tensor of {tensor.dtype} has scales and zero points of its own, which would not move; keep integers "
-            "and scales in tensors of their own, each a component",
-        )
+        problem = f"a tensor of {tensor.dtype} has scales and zero points of its own, which would not move"
+        advice = "keep integers and scales in tensors of their own, each a component"
+        raise BadGeometry("tensor", f"{problem}; {advice}")
     itemsize = int(tensor.element_size())
     storage = tensor.untyped_storage()
     return TensorView(

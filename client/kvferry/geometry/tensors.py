@@ -218,11 +218,9 @@ def _opaque(view: TensorView, layer: str, group: Group, holding: Holding) -> tup
     if elements is None:
         raise BadGeometry(f"layer {layer}", f"the blocks along axis 0 of {view.described} are not contiguous")
     if view.shape[0] < group.num_blocks:
-        raise BadGeometry(
-            f"layer {layer}",
-            f"its axes are not named, so axis 0 is taken for the blocks: it has {view.shape[0]}, and group "
-            f"{group.name!r} has {group.num_blocks}; name the axes ({view.described})",
-        )
+        problem = f"it has {view.shape[0]}, and group {group.name!r} has {group.num_blocks}; name the axes"
+        why = "its axes are not named, so axis 0 is taken for the blocks"
+        raise BadGeometry(f"layer {layer}", f"{why}: {problem} ({view.described})")
     page_bytes = elements * view.itemsize
     units = holding.units or Interval(0, holding.axis_size or 1)
     # The pages of a block are not declared, so a block is one page; the bytes of a token are unknown.
@@ -257,11 +255,9 @@ def _parts(axis: Axes, components: Components | None) -> list[Part]:
         if begin != axis.content:
             raise axis.problem(f"components of {begin} elements for a content of {axis.content}")
     else:
-        expected = "component names or Parts"
-        listed = several("components", components, object, expected)
-        parts = [
-            Part(part) if isinstance(part, str) else instance("components", part, Part, expected) for part in listed
-        ]
+        given = several("components", components, object, "component names or Parts")
+        named = [Part(part) if isinstance(part, str) else part for part in given]
+        parts = list(several("components", named, Part, "component names or Parts"))
         if axis.has("kv") and all(part.kv is None for part in parts):
             if len(parts) != axis.size("kv"):
                 raise axis.problem(f"{len(parts)} components for a kv axis of {axis.size('kv')}")
@@ -282,13 +278,11 @@ def _block_states(group: Group, holding: Holding) -> int:
     """States of one block of the group on this rank; 0 for state groups, where the tensor decides."""
     if group.kind is GroupKind.STATE:
         return 0
-    states = Fraction(group.block_tokens, holding.token_shard.count) / holding.tokens_per_state
+    count, ratio = holding.token_shard.count, holding.tokens_per_state
+    states = Fraction(group.block_tokens, count) / ratio
     if states.denominator != 1:
-        raise BadGeometry(
-            f"group {group.name!r}",
-            f"blocks of {group.block_tokens} tokens over {holding.token_shard.count} token shards are not whole states "
-            f"of {holding.tokens_per_state} tokens",
-        )
+        blocks = f"blocks of {group.block_tokens} tokens over {count} token shards"
+        raise BadGeometry(f"group {group.name!r}", f"{blocks} are not whole states of {ratio} tokens")
     return states.numerator
 
 
@@ -339,10 +333,8 @@ def _paging(axis: Axes, group: Group, holding: Holding) -> dict[str, int]:
         states = states or page_states * axis.size("page")
         pages, rest = divmod(states, page_states)
         if rest or pages < 1 or (axis.has("page") and pages != axis.size("page")):
-            raise axis.problem(
-                f"blocks of group {group.name!r} have {states} states, but the tensor has pages of {page_states}"
-                + (f", {axis.size('page')} per block" if axis.has("page") else "")
-            )
+            there = f"pages of {page_states}" + (f", {axis.size('page')} per block" if axis.has("page") else "")
+            raise axis.problem(f"blocks of group {group.name!r} have {states} states, but the tensor has {there}")
         page_stride = axis.stride("page")
         if not axis.has("page"):
             page_stride = block_stride if pages > 1 else 0
@@ -354,10 +346,8 @@ def _paging(axis: Axes, group: Group, holding: Holding) -> dict[str, int]:
             there += f", axis 'token' has {page_states} where a block has {states}, so {pages} make a block"
         elif name == "slot":
             there += f", and a block has {states}"
-        raise axis.problem(
-            f"{there}: {blocks} blocks fit, and group {group.name!r} has {group.num_blocks}; are the axes "
-            "named in the tensor's order?"
-        )
+        fit = f"{blocks} blocks fit, and group {group.name!r} has {group.num_blocks}"
+        raise axis.problem(f"{there}: {fit}; are the axes named in the tensor's order?")
     return {
         "num_blocks": blocks,
         "block_stride": block_stride,

@@ -95,9 +95,8 @@ class _Part:
         if fields.null_block is not None and fields.null_block >= num_blocks:
             raise self._wrong("null_block", fields.null_block, f"below num_blocks {num_blocks}")
         window = self._needed("window") if fields.kind == "window" else 0
-        self.group = Group(
-            fields.name, KINDS[fields.kind], block_size, num_blocks, fields.null_block, window, fields.pool
-        )
+        kind, null_block = KINDS[fields.kind], fields.null_block
+        self.group = Group(fields.name, kind, block_size, num_blocks, null_block, window, fields.pool)
         if file.tp_size % fields.token_shard.count:
             raise self._wrong("token_shard.count", fields.token_shard.count, f"a divisor of tp_size {file.tp_size}")
         self._page_tokens = fields.page_size or block_size
@@ -167,10 +166,8 @@ class _Part:
         whole = group.format == "opaque" or opaque
         granule = source.granule or ("page" if whole else 1)
         dim = {"latent": "latent_dim", "rope": "rope_dim"}.get(said.name, "latent_dim") if mla else "head_dim"
-        units = known(
-            found.units or (None if state else 1 if mla else group.kv_heads),
-            at(path, "units") if state else "model.kv_heads",
-        )
+        units = found.units or (None if state else 1 if mla else group.kv_heads)
+        units = known(units, at(path, "units") if state else "model.kv_heads")
         content = known(found.content or (1 if state else getattr(group, dim) or None), f"model.{dim}")
         dtype = found.dtype or group.dtype
         if dtype is None:
@@ -205,12 +202,9 @@ class _Part:
         count, tokens = self.fields.token_shard.count, self._page_tokens
         states = Fraction(tokens, count) / ratio
         if states.denominator != 1:
-            raise self._wrong(
-                "block_size" if tokens == self.group.block_tokens else "page_size",
-                tokens,
-                f"tokens that are whole states of {ratio} tokens on each of {count} token shards ({name} has {states} "
-                "states per page)",
-            )
+            field = "block_size" if tokens == self.group.block_tokens else "page_size"
+            expected = f"tokens that are whole states of {ratio} tokens on each of {count} token shards"
+            raise self._wrong(field, tokens, f"{expected} ({name} has {states} states per page)")
         return states.numerator
 
     def _units_held(self, path: str, said: FileComponent, units: int) -> tuple[Interval, ...]:
@@ -336,11 +330,9 @@ def _nest(axes: Sequence[str], pieces: Sequence[_Piece], padding: Mapping[str, i
     counts: dict[int, _Piece] = {piece.along[axis]: piece for piece in pieces}
     if len(counts) > 1:
         (one, first), (other, second) = list(counts.items())[:2]
-        raise BadGeometry(
-            " and ".join(f"{piece.along['layer']}/{piece.along['component']}" for piece in (first, second)),
-            f"they lie side by side inside the {axis} axis, but have {one} and {other} of it; give them different "
-            f'"tensor"s, or another "kv" or "order"',
-        )
+        where = " and ".join(f"{piece.along['layer']}/{piece.along['component']}" for piece in (first, second))
+        problem = f"they lie side by side inside the {axis} axis, but have {one} and {other} of it"
+        raise BadGeometry(where, f'{problem}; give them different "tensor"s, or another "kv" or "order"')
     (count,) = counts
     for piece in pieces:
         piece.plane[f"{axis}_stride"] = stride if count > 1 or axis == "block" else 0
@@ -357,9 +349,6 @@ def _check_pool(pool: Sequence[_Part], planes: Iterable[Plane], address: int, bl
     for plane in planes:
         at = (plane.base - address) % tensor_bytes
         if plane.block_stride != block_bytes or at + plane.block_extent > block_bytes:
-            raise BadGeometry(
-                where,
-                f"block n of {plane.name} does not lie within block n of the pool: {plane.block_extent} bytes, blocks "
-                f'{plane.block_stride} bytes apart, the pool\'s {block_bytes}; use another "order", with unit and '
-                f"token inside block",
-            )
+            problem = f"block n of {plane.name} does not lie within block n of the pool"
+            sizes = f"{plane.block_extent} bytes, blocks {plane.block_stride} bytes apart, the pool's {block_bytes}"
+            raise BadGeometry(where, f'{problem}: {sizes}; use another "order", with unit and token inside block')

@@ -36,9 +36,10 @@ class Never:
 
 
 class Described(BaseModel):
-    """An object of a file. An unknown field is an error, because a typing mistake must not mean the default."""
+    """An object of a file. An unknown field is an error, because a typing mistake must not mean the default. The
+    docstring of a field is its description in the schema."""
 
-    model_config = ConfigDict(strict=True, frozen=True)
+    model_config = ConfigDict(strict=True, frozen=True, use_attribute_docstrings=True)
     never: ClassVar[tuple[Never, ...]] = ()
 
     @model_validator(mode="before")
@@ -112,16 +113,11 @@ def short(value: object) -> object:
     return reprlib.repr(value) if isinstance(value, (dict, list)) else value
 
 
-def integer(default: Any, low: int, high: int, about: str) -> Any:
+def integer(default: Any, low: int, high: int) -> Any:
     """An integer field in ``[low, high]``."""
-    return Field(default, ge=low, le=high, description=about)
+    return Field(default, ge=low, le=high)
 
 
-def text(default: Any, high: int, about: str, **more: Any) -> Any:
+def text(default: Any, high: int, **more: Any) -> Any:
     """A string field of 1 to `high` characters."""
-    return Field(default, min_length=1, max_length=high, description=about, **more)
-
-
-def other(default: Any, about: str, **more: Any) -> Any:
-    """A field of another type."""
-    return Field(default, description=about, **more)
+    return Field(default, min_length=1, max_length=high, **more)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import AfterValidator, Field, Strict
 
 from kvferry.errors import InvalidField
-from kvferry.geometry.file.described import Described, Never, at, integer, other, text
+from kvferry.geometry.file.described import Described, Never, at, integer, text
 from kvferry.geometry.plane import Interval
 
 MAX_RANKS = 4096
@@ -28,6 +28,9 @@ DTYPE_BYTES = {
 
 ORDER = ("layer", "block", "page", "tensor", "component", "unit", "token")
 """The axes of a group's memory. Layers, tensors and components may differ in size; the others are counted."""
+
+OF_TOKENS = ("block_size", "page_size", "token_shard", "window", "shards", "layout", "tokens_per_state")
+"""Fields of a group that a state does not have."""
 
 
 def _interval(edges: tuple[int, int]) -> Interval:
@@ -80,98 +83,88 @@ Order = Annotated[list[Axis], AfterValidator(_whole_order)]
 class Content(Described):
     """What one layer holds of a token."""
 
-    attention: Literal["gqa", "mha", "mla"] = other(
-        "gqa", "gqa and mha hold a key and a value for each KV head; mla holds one latent (and rope) for all."
-    )
-    kv_heads: Own[int] = integer(None, 1, 1 << 20, "KV heads of the whole model.")
-    head_dim: Own[int] = integer(None, 1, 1 << 24, "Elements of a head's key, and of its value.")
-    latent_dim: Own[int] = integer(None, 1, 1 << 24, "mla: elements of the latent.")
-    rope_dim: int = integer(0, 0, 1 << 24, "mla: elements of the rope part beside it. 0: no such component.")
-    dtype: Own[Dtype] = other(None, "Type of one element. Packed 4-bit values are counted as uint8.")
+    attention: Literal["gqa", "mha", "mla"] = "gqa"
+    """gqa and mha hold a key and a value for each KV head; mla holds one latent (and rope) for all."""
+    kv_heads: Own[int] = integer(None, 1, 1 << 20)
+    """KV heads of the whole model."""
+    head_dim: Own[int] = integer(None, 1, 1 << 24)
+    """Elements of a head's key, and of its value."""
+    latent_dim: Own[int] = integer(None, 1, 1 << 24)
+    """mla: elements of the latent."""
+    rope_dim: int = integer(0, 0, 1 << 24)
+    """mla: elements of the rope part beside it. 0: no such component."""
+    dtype: Own[Dtype] = None
+    """Type of one element. Packed 4-bit values are counted as uint8."""
 
 
 class FileModel(Content):
     """What the model's layers hold."""
 
-    layers: int = integer(..., 1, MAX_LAYERS, "Number of layers.")
+    layers: int = integer(..., 1, MAX_LAYERS)
+    """Number of layers."""
 
 
 class Meaning(Described):
     """What the bytes mean, and what may be cut. A group's fields hold for components that do not have them."""
 
-    format: str = text(
-        "plain",
-        256,
-        'What the bytes mean; compared verbatim. "plain": natural order. "opaque": nothing is known, pages move whole.',
-    )
-    granule: Own[Granule] = other(
-        None,
-        'Consecutive states that may not be cut apart; "page": a whole page. Default 1, or a page where format is '
-        '"opaque".',
-    )
-    units_divide: Own[bool] = other(
-        None, 'Whether single heads or channels may be read. Default true, or false where format is "opaque".'
-    )
-    optional: bool = other(False, "The planes may stay uncovered by a source.")
-    tokens_per_state: Ratio = other(
-        1, "Tokens that one state of a compressed cache stands for: an integer, or [numerator, denominator]."
-    )
+    format: str = text("plain", 256)
+    """What the bytes mean; compared verbatim. "plain": natural order. "opaque": nothing is known, pages move whole."""
+    granule: Own[Granule] = None
+    """Consecutive states that may not be cut apart; "page": a whole page. Default 1, or a page where format is
+    "opaque"."""
+    units_divide: Own[bool] = None
+    """Whether single heads or channels may be read. Default true, or false where format is "opaque"."""
+    optional: bool = False
+    """The planes may stay uncovered by a source."""
+    tokens_per_state: Ratio = 1
+    """Tokens that one state of a compressed cache stands for: an integer, or [numerator, denominator]."""
 
 
 class FileComponent(Meaning):
     """One component of each layer of a group."""
 
-    name: str = text(
-        ..., 64, "key, value, latent, rope, index, index_scale, key_scale, conv_x, ssm … Unique in its group."
-    )
-    units: Own[int] = integer(
-        None, 1, 1 << 24, "Heads or channels of the whole model. Default: kv_heads, or 1 for mla; none for states."
-    )
-    content: Own[int] = integer(
-        None, 1, 1 << 24, "Elements of one unit of one state. Default: head_dim, latent_dim or rope_dim; 1 for states."
-    )
-    dtype: Own[Dtype] = other(None, "Type of one element. Default: that of the group.")
-    rows: int = integer(1, 1, 1 << 20, "State: its number of rows. Rows use the token axis.")
-    replicated: bool = other(False, "Every rank holds all units.")
-    shards: Own[list[Span]] = other(None, "Units held, by tp_rank: tp_size intervals.")
-    tensor: Own[str] = text(
-        None,
-        64,
-        "Components of one tensor lie together where the order has component inside token. Default: one tensor; for "
-        "states conv for conv_ components, and one for each other.",
-    )
-    layers: Own[list[Index | Span]] = other(
-        None, "Layers of the group that have the component. Default: all.", min_length=1
-    )
+    name: str = text(..., 64)
+    """key, value, latent, rope, index, index_scale, key_scale, conv_x, ssm … Unique in its group."""
+    units: Own[int] = integer(None, 1, 1 << 24)
+    """Heads or channels of the whole model. Default: kv_heads, or 1 for mla; none for states."""
+    content: Own[int] = integer(None, 1, 1 << 24)
+    """Elements of one unit of one state. Default: head_dim, latent_dim or rope_dim; 1 for states."""
+    dtype: Own[Dtype] = None
+    """Type of one element. Default: that of the group."""
+    rows: int = integer(1, 1, 1 << 20)
+    """State: its number of rows. Rows use the token axis."""
+    replicated: bool = False
+    """Every rank holds all units."""
+    shards: Own[list[Span]] = None
+    """Units held, by tp_rank: tp_size intervals."""
+    tensor: Own[str] = text(None, 64)
+    """Components of one tensor lie together where the order has component inside token. Default: one tensor; for states
+    conv for conv_ components, and one for each other."""
+    layers: Own[list[Index | Span]] = Field(None, min_length=1)
+    """Layers of the group that have the component. Default: all."""
 
 
 class Placing(Described):
     """How a cache is divided and where it lies. The file's fields hold for groups that do not have them."""
 
-    block_size: Own[int] = integer(None, 1, 1 << 20, "Tokens per block, over all token shards.")
-    num_blocks: Own[int] = integer(None, 1, (1 << 31) - 1, "Number of blocks.")
-    layout: Literal["HND", "NHD"] = other("HND", "HND: heads outside tokens; NHD: tokens outside heads.")
-    kv: Own[Literal["apart", "packed", "blocks_first"]] = other(
-        None,
-        "apart: a tensor for each component; blocks_first: component after component inside each page; packed: "
-        "components side by side for each head and token. Default apart; packed for mla; blocks_first for states, "
-        "which cannot be packed.",
-    )
-    tensors: Literal["per_layer", "cross_layer"] = other(
-        "per_layer",
-        "per_layer: a tensor for each layer, one after the other; cross_layer: one tensor whose pages hold all layers.",
-    )
-    order: Own[Order] = other(
-        None,
-        "Every axis of the memory, outermost first, instead of layout, kv and tensors. page (inside block) and tensor "
-        "(outside component) may be left out.",
-        json_schema_extra={"minItems": 5, "maxItems": 7, "uniqueItems": True},
-    )
-    shards: Own[list[Span]] = other(
-        None,
-        "KV heads held, by tp_rank: tp_size intervals. Default: rank x of n holds [x·H//n, (x+1)·H//n), or one head "
-        "where that is empty.",
-    )
+    block_size: Own[int] = integer(None, 1, 1 << 20)
+    """Tokens per block, over all token shards."""
+    num_blocks: Own[int] = integer(None, 1, (1 << 31) - 1)
+    """Number of blocks."""
+    layout: Literal["HND", "NHD"] = "HND"
+    """HND: heads outside tokens; NHD: tokens outside heads."""
+    kv: Own[Literal["apart", "packed", "blocks_first"]] = None
+    """apart: a tensor for each component; blocks_first: component after component inside each page; packed: components
+    side by side for each head and token. Default apart; packed for mla; blocks_first for states, which cannot be
+    packed."""
+    tensors: Literal["per_layer", "cross_layer"] = "per_layer"
+    """per_layer: a tensor for each layer, one after the other; cross_layer: one tensor whose pages hold all layers."""
+    order: Own[Order] = Field(None, json_schema_extra={"minItems": 5, "maxItems": 7, "uniqueItems": True})
+    """Every axis of the memory, outermost first, instead of layout, kv and tensors. page (inside block) and tensor
+    (outside component) may be left out."""
+    shards: Own[list[Span]] = None
+    """KV heads held, by tp_rank: tp_size intervals. Default: rank x of n holds [x·H//n, (x+1)·H//n), or one head where
+    that is empty."""
     never: ClassVar[tuple[Never, ...]] = (
         Never(("layout", "kv", "tensors"), 'beside "order", which says it all', "order"),
     )
@@ -181,64 +174,46 @@ class TokenShards(Described):
     """Context parallelism: rank tp_rank holds the tokens t with t // interleave % count == tp_rank % count, and the
     heads of part tp_rank // count of tp_size // count."""
 
-    count: int = integer(..., 1, MAX_RANKS, "Number of token shards; divides tp_size.")
-    interleave: int = integer(1, 1, 1 << 20, "Consecutive tokens of one shard.")
+    count: int = integer(..., 1, MAX_RANKS)
+    """Number of token shards; divides tp_size."""
+    interleave: int = integer(1, 1, 1 << 20)
+    """Consecutive tokens of one shard."""
 
 
 class Table(Placing, Meaning):
     """Planes that share one block table: those of a group or, without groups, of the file."""
 
-    kind: Literal["full", "window", "state"] = other(
-        "full",
-        "full: block i of a request has its tokens [i·block_size, (i+1)·block_size); window: only the last blocks are "
-        "held; state: one block per request.",
-    )
-    layers: Own[list[Index | Span]] = other(
-        None,
-        "Its layers: indices and [begin, end] intervals, each layer once, in the order of memory. Default: all.",
-        min_length=1,
-    )
-    layer_name: str = text(
-        "layers.{}",
-        256,
-        "Name of its layers, {} for the index; equal on both engines.",
-        pattern=r"^[^{}]*\{\}[^{}]*$",
-    )
-    stage: Own[int] = integer(
-        None,
-        0,
-        MAX_RANKS,
-        "The pp_rank that holds all its layers. Default: by the stages; layers past the model's are on the last.",
-    )
-    window: Own[int] = integer(None, 1, BIG, "Size of the window, in tokens.")
-    pool: str = text("", 128, "Groups of one pool share its block ids and its memory. Default: a pool of its own.")
-    null_block: Own[int] = integer(None, 0, 1 << 31, "The id that stands for no block. Default: there is none.")
-    page_size: Own[int] = integer(
-        None, 1, 1 << 20, "Tokens per page, over all token shards; divides block_size. Default: a block is one page."
-    )
-    page_padding: int = integer(0, 0, BIG, "Unused bytes after each page.")
-    block_padding: int = integer(0, 0, BIG, "Unused bytes after each block.")
-    token_shard: TokenShards = other(TokenShards(count=1), "Which tokens each rank holds. Default: all.")
-    rows: Literal["rows_first", "channels_first"] = other(
-        "rows_first",
-        "State: rows_first: a row holds the channels of all conv_ components; channels_first: a channel holds its "
-        "rows.",
-    )
-    components: Own[list[FileComponent]] = other(
-        None,
-        "What each layer holds, in the order of memory. Default: key and value; for mla latent, and rope if there is "
-        "rope_dim; states have no default.",
-        min_length=1,
-        max_length=64,
-    )
+    kind: Literal["full", "window", "state"] = "full"
+    """full: block i of a request has its tokens [i·block_size, (i+1)·block_size); window: only the last blocks are
+    held; state: one block per request."""
+    layers: Own[list[Index | Span]] = Field(None, min_length=1)
+    """Its layers: indices and [begin, end] intervals, each layer once, in the order of memory. Default: all."""
+    layer_name: str = text("layers.{}", 256, pattern=r"^[^{}]*\{\}[^{}]*$")
+    """Name of its layers, {} for the index; equal on both engines."""
+    stage: Own[int] = integer(None, 0, MAX_RANKS)
+    """The pp_rank that holds all its layers. Default: by the stages; layers past the model's are on the last."""
+    window: Own[int] = integer(None, 1, BIG)
+    """Size of the window, in tokens."""
+    pool: str = text("", 128)
+    """Groups of one pool share its block ids and its memory. Default: a pool of its own."""
+    null_block: Own[int] = integer(None, 0, 1 << 31)
+    """The id that stands for no block. Default: there is none."""
+    page_size: Own[int] = integer(None, 1, 1 << 20)
+    """Tokens per page, over all token shards; divides block_size. Default: a block is one page."""
+    page_padding: int = integer(0, 0, BIG)
+    """Unused bytes after each page."""
+    block_padding: int = integer(0, 0, BIG)
+    """Unused bytes after each block."""
+    token_shard: TokenShards = TokenShards(count=1)
+    """Which tokens each rank holds. Default: all."""
+    rows: Literal["rows_first", "channels_first"] = "rows_first"
+    """State: rows_first: a row holds the channels of all conv_ components; channels_first: a channel holds its rows."""
+    components: Own[list[FileComponent]] = Field(None, min_length=1, max_length=64)
+    """What each layer holds, in the order of memory. Default: key and value; for mla latent, and rope if there is
+    rope_dim; states have no default."""
     never: ClassVar[tuple[Never, ...]] = (
         *Placing.never,
-        Never(
-            ("block_size", "page_size", "token_shard", "window", "shards", "layout", "tokens_per_state"),
-            "for a state",
-            "kind",
-            "state",
-        ),
+        Never(OF_TOKENS, "for a state", "kind", "state"),
         Never(("rows",), 'for a group that is not of kind "state"', "kind", "state", unless=True),
         Never(("window",), 'for a group that is not of kind "window"', "kind", "window", unless=True),
     )
@@ -247,36 +222,42 @@ class Table(Placing, Meaning):
 class FileGroup(Table, Content):
     """One of several groups. The file's fields of `Content` and `Placing` hold where the group does not have them."""
 
-    name: str = text(..., 128, "Unique in its engine, equal on both engines of a read.")
-    description: str = text("", 4096, "For people.")
+    name: str = text(..., 128)
+    """Unique in its engine, equal on both engines of a read."""
+    description: str = text("", 4096)
+    """For people."""
 
 
 class GeometryFile(Table):
     """The cache geometry of an engine, for planning without running it. Read by kvferry.geometry.file."""
 
-    schema_: str = text("", 4096, "The address of this schema, for editors.", alias="$schema")
-    description: str = text("", 4096, "For people.")
-    engine_id: str = text(..., 256, "Name of the engine.")
-    tp_size: int = integer(1, 1, MAX_RANKS, "Tensor-parallel size.")
-    pp_size: int = integer(1, 1, MAX_RANKS, "Pipeline-parallel size; rank = pp_rank · tp_size + tp_rank.")
-    stages: Own[list[Span]] = other(None, "Layers held, by pp_rank: pp_size intervals. Default: as evenly as possible.")
-    memory: Literal["dram", "vram"] = other("dram", "Where the cache lies.")
-    device: int = integer(0, 0, 1 << 16, "NIXL's device index.")
-    partial: bool = other(
-        False, "The ranks together need not hold every unit and token of their layers; otherwise that is refused."
-    )
-    identity: dict[str, str] = other(
-        {}, "What the cache was computed with: model, revision digest, quantisation, rope … Equal on both engines."
-    )
-    model: FileModel = other(..., "What the model's layers hold.")
-    name: str = text("full", 128, "Name of the only group; equal on both engines of a read.")
-    groups: Own[list[FileGroup]] = other(
-        None,
-        "Groups of layers with block tables of their own. Default: one group of all layers; then the file itself may "
-        "have the fields of a group.",
-        min_length=1,
-        max_length=256,
-    )
+    schema_: str = text("", 4096, alias="$schema")
+    """The address of this schema, for editors."""
+    description: str = text("", 4096)
+    """For people."""
+    engine_id: str = text(..., 256)
+    """Name of the engine."""
+    tp_size: int = integer(1, 1, MAX_RANKS)
+    """Tensor-parallel size."""
+    pp_size: int = integer(1, 1, MAX_RANKS)
+    """Pipeline-parallel size; rank = pp_rank · tp_size + tp_rank."""
+    stages: Own[list[Span]] = None
+    """Layers held, by pp_rank: pp_size intervals. Default: as evenly as possible."""
+    memory: Literal["dram", "vram"] = "dram"
+    """Where the cache lies."""
+    device: int = integer(0, 0, 1 << 16)
+    """NIXL's device index."""
+    partial: bool = False
+    """The ranks together need not hold every unit and token of their layers; otherwise that is refused."""
+    identity: dict[str, str] = Field({})
+    """What the cache was computed with: model, revision digest, quantisation, rope … Equal on both engines."""
+    model: FileModel
+    """What the model's layers hold."""
+    name: str = text("full", 128)
+    """Name of the only group; equal on both engines of a read."""
+    groups: Own[list[FileGroup]] = Field(None, min_length=1, max_length=256)
+    """Groups of layers with block tables of their own. Default: one group of all layers; then the file itself may have
+    the fields of a group."""
     never: ClassVar[tuple[Never, ...]] = (
         *Table.never,
         Never(
@@ -291,9 +272,8 @@ class GeometryFile(Table):
         above = {**self.given(Placing), **self.model.given(Content)}
         if self.groups is None:
             return [("", self, {**self.given(Table), **above, "name": self.name})]
-        return [
-            (f"groups[{index}]", group, {**above, **group.given(FileGroup)}) for index, group in enumerate(self.groups)
-        ]
+        given = [group.given(FileGroup) for group in self.groups]
+        return [(f"groups[{index}]", self.groups[index], {**above, **own}) for index, own in enumerate(given)]
 
 
 def check_content(path: str, said: Content, attention: str) -> None:
