@@ -6,8 +6,7 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
 
-from kvferry.geometry.file.described import Described, Never
-from kvferry.geometry.file.fields import GeometryFile
+from kvferry.geometry.file.fields import Described, GeometryFile, Never
 
 PAGE = Path(__file__).parents[1] / "docs" / "geometry.schema.json"
 

@@ -42,17 +42,22 @@ MAX_PENDING = 4096
 little above the bursts of a fleet: any peer can fill the queue with calls that it resets at once, and renewals wait
 behind them (4 s; with 16,384 calls 20 s, and leases are lost)."""
 
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+_BOTH_SIDES: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # A peer that vanished (power, network) or is stopped closes no connection. Pings detect the loss within 15 s while
-    # calls or streams are open. A channel without calls sends no pings, so that idle clients cost nothing. Without
-    # `ping_timeout_ms`, gRPC waits a minute for a process whose host still acknowledges what it is sent.
+    # calls or streams are open: a Watch shows that its process is alive. Without `ping_timeout_ms`, gRPC waits a minute
+    # for a process whose host still acknowledges what it is sent.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 0),
     # A Watch may be silent for hours. By default gRPC stops pinging after two pings without data between them.
     ("grpc.http2.max_pings_without_data", 0),
+)
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_BOTH_SIDES,
+    # A channel without calls sends no pings, so that idle clients cost nothing.
+    ("grpc.keepalive_permit_without_calls", 0),
     # Node servers restart in a second or two, and engines wait for them. The defaults are 1 s, growing to 2 minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
@@ -66,16 +71,11 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    *_BOTH_SIDES,
     # Otherwise a second server on the same port would silently get every other connection.
     ("grpc.so_reuseport", 0),
     # Otherwise gRPC takes in megabytes of each request that waits to be read, where it now takes 64 KiB.
     ("grpc.http2.bdp_probe", 0),
-    # A Watch shows that its process is alive, so one that vanished or is stopped must be detected: within 15 s.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),
-    ("grpc.http2.max_pings_without_data", 0),
     # Clients that ping more often are disconnected ("too many pings"). kvferry's clients ping every 10 s; other
     # libraries may ping more often. gRPC ignores the spelling `min_recv_ping_interval_without_data_ms`.
     ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
@@ -232,9 +232,7 @@ def _channel(
     if tls is None or parsed.is_unix:
         return insecure(str(parsed), options=CHANNEL_OPTIONS)
     content = read_tls(tls) if isinstance(tls, TlsConfig) else tls
-    credentials = grpc.ssl_channel_credentials(
-        root_certificates=content.ca, private_key=content.key, certificate_chain=content.cert
-    )
+    credentials = grpc.ssl_channel_credentials(content.ca, content.key, content.cert)
     return secure(str(parsed), credentials, options=CHANNEL_OPTIONS)
 
 

@@ -9,20 +9,18 @@ from fractions import Fraction
 from typing import Any
 
 from kvferry.errors import BadGeometry, InvalidField
-from kvferry.geometry.file.described import at, short
 from kvferry.geometry.file.fields import (
     DTYPE_BYTES,
     MAX_LAYERS,
     MAX_RANKS,
+    Content,
     FileComponent,
     FileGroup,
     GeometryFile,
     Meaning,
     Table,
-    check_content,
-    indices,
-    intervals,
-    known,
+    at,
+    short,
 )
 from kvferry.geometry.model import EngineGeometry, Group, GroupKind, RankGeometry
 from kvferry.geometry.plane import Interval, MemoryKind, Plane, TokenShard, shards
@@ -73,7 +71,7 @@ class _Part:
         fields = self.fields = FileGroup.model_construct(**values)
         self._state = fields.kind == "state"
         if isinstance(said, FileGroup):
-            check_content(path, said, fields.attention)
+            _check_content(path, said, fields.attention)
         if fields.shards and said.shards is None and fields.kv_heads != file.model.kv_heads:
             raise self._wrong("shards", None, "a list of intervals: the group's kv_heads are not the model's")
         self._shards: tuple[Interval, ...] = ()
@@ -82,12 +80,12 @@ class _Part:
             if fields.kv_heads is None:
                 said_shards = short([[span.begin, span.end] for span in fields.shards])
                 raise InvalidField(where, said_shards, "no such field without kv_heads")
-            self._shards = intervals(where, fields.shards, file.tp_size, fields.kv_heads)
+            self._shards = _intervals(where, fields.shards, file.tp_size, fields.kv_heads)
         own_names = fields.layer_name != Table.model_fields["layer_name"].default
         most = MAX_LAYERS if own_names else file.model.layers
         self.layers = tuple(range(file.model.layers))
         if fields.layers is not None:
-            self.layers = indices(at(path, "layers"), fields.layers, most)
+            self.layers = _indices(at(path, "layers"), fields.layers, most)
         if fields.stage is not None and fields.stage >= file.pp_size:
             raise self._wrong("stage", fields.stage, f"below pp_size {file.pp_size}")
         num_blocks = self._needed("num_blocks")
@@ -111,7 +109,7 @@ class _Part:
         return InvalidField(at(self._path, name), short(value), expected)
 
     def _needed(self, name: str) -> int:
-        return known(getattr(self.fields, name), at(self._path, name))
+        return _known(getattr(self.fields, name), at(self._path, name))
 
     def _axes(self) -> tuple[str, ...]:
         """The order of axes, outermost first, that the words of the file describe."""
@@ -167,8 +165,8 @@ class _Part:
         granule = source.granule or ("page" if whole else 1)
         dim = {"latent": "latent_dim", "rope": "rope_dim"}.get(said.name, "latent_dim") if mla else "head_dim"
         units = found.units or (None if state else 1 if mla else group.kv_heads)
-        units = known(units, at(path, "units") if state else "model.kv_heads")
-        content = known(found.content or (1 if state else getattr(group, dim) or None), f"model.{dim}")
+        units = _known(units, at(path, "units") if state else "model.kv_heads")
+        content = _known(found.content or (1 if state else getattr(group, dim) or None), f"model.{dim}")
         dtype = found.dtype or group.dtype
         if dtype is None:
             raise InvalidField("model.dtype", None, f"one of {', '.join(DTYPE_BYTES)}")
@@ -178,7 +176,7 @@ class _Part:
         return _Component(
             tensor=found.tensor or (conv if state else "kv"),
             shards=self._units_held(path, found, units),
-            layers=None if found.layers is None else frozenset(indices(f"{path}.layers", found.layers, MAX_LAYERS)),
+            layers=None if found.layers is None else frozenset(_indices(f"{path}.layers", found.layers, MAX_LAYERS)),
             plane={
                 "component": said.name,
                 "group": group.name,
@@ -211,7 +209,7 @@ class _Part:
         """Units by tp_rank. Ranks that divide the tokens of their units (`token_shard`) hold the same units."""
         tp_size, count = self._file.tp_size, self.fields.token_shard.count
         if said.shards is not None:
-            return intervals(f"{path}.shards", said.shards, tp_size, units)
+            return _intervals(f"{path}.shards", said.shards, tp_size, units)
         if said.replicated:
             return (Interval(0, units),) * tp_size
         if self._shards and units == self.fields.kv_heads and not self._state:
@@ -259,8 +257,8 @@ def build_engine(file: GeometryFile) -> EngineGeometry:
         raise InvalidField("pp_size", pp_size, f"at most {MAX_RANKS} ranks in all")
     if file.stages is None and pp_size > layers:
         raise InvalidField("pp_size", pp_size, f"at most the {layers} layers of the model")
-    stages = shards(pp_size, layers) if file.stages is None else intervals("stages", file.stages, pp_size, layers)
-    check_content("model", file.model, file.model.attention)
+    stages = shards(pp_size, layers) if file.stages is None else _intervals("stages", file.stages, pp_size, layers)
+    _check_content("model", file.model, file.model.attention)
     parts = [_Part(file, *table) for table in file.tables()]
     names = [part.group.name for part in parts]
     if twice := [index for index, name in enumerate(names) if names.count(name) > 1]:
@@ -352,3 +350,43 @@ def _check_pool(pool: Sequence[_Part], planes: Iterable[Plane], address: int, bl
             problem = f"block n of {plane.name} does not lie within block n of the pool"
             sizes = f"{plane.block_extent} bytes, blocks {plane.block_stride} bytes apart, the pool's {block_bytes}"
             raise BadGeometry(where, f'{problem}: {sizes}; use another "order", with unit and token inside block')
+
+
+def _check_content(path: str, said: Content, attention: str) -> None:
+    """Raise `InvalidField` for fields of the other kind of attention."""
+    mla = attention == "mla"
+    because = f"for {attention}, which has {'latent_dim and rope_dim' if mla else 'kv_heads and head_dim'}"
+    for name in ("kv_heads", "head_dim") if mla else ("latent_dim", "rope_dim"):
+        if name in said.model_fields_set:
+            raise InvalidField(at(path, name), getattr(said, name), f"no such field {because}")
+
+
+def _intervals(path: str, spans: Sequence[Interval], count: int, size: int) -> tuple[Interval, ...]:
+    """`count` intervals within ``[0, size)``; raises `InvalidField`."""
+    if len(spans) != count:
+        raise InvalidField(path, f"{len(spans)} intervals", f"a list of {count} intervals [begin, end]")
+    for index, span in enumerate(spans):
+        if span.end > size:
+            raise InvalidField(f"{path}[{index}]", [span.begin, span.end], f"[begin, end] with end <= {size}")
+    return tuple(spans)
+
+
+def _indices(path: str, items: Sequence[int | Interval], size: int) -> tuple[int, ...]:
+    """Indices below `size`, given singly or as intervals; in the order given, each once."""
+    found: dict[int, None] = {}
+    for index, item in enumerate(items):
+        begin, end = (item.begin, item.end) if isinstance(item, Interval) else (item, item + 1)
+        said = item if isinstance(item, int) else [begin, end]
+        if end > size:
+            raise InvalidField(f"{path}[{index}]", said, f"an index below {size}, or [begin, end]")
+        if twice := [known for known in range(begin, end) if known in found]:
+            raise InvalidField(f"{path}[{index}]", said, f"each index once; {twice[0]} is given twice")
+        found.update(dict.fromkeys(range(begin, end)))
+    return tuple(found)
+
+
+def _known(value: int | None, path: str) -> int:
+    """A value that the file has to give; raises `InvalidField` if the value is missing."""
+    if value is None:
+        raise InvalidField(path, None, "an integer of at least 1")
+    return value

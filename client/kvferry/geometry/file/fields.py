@@ -1,16 +1,20 @@
-"""The fields of a geometry file, each described once: the checks, the errors and docs/geometry.schema.json (``make
-schema``) come from these descriptions. Groups and components inherit: see `GeometryFile.tables`."""
+"""The fields of a geometry file, each described once: the checks, the errors with their paths, and
+docs/geometry.schema.json (``make schema``) come from these descriptions. Groups and components inherit: see
+`GeometryFile.tables`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import re
+import reprlib
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
-from pydantic import AfterValidator, Field, Strict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from kvferry.errors import InvalidField
-from kvferry.geometry.file.described import Described, Never, at, integer, text
 from kvferry.geometry.plane import Interval
 
 MAX_RANKS = 4096
@@ -80,6 +84,111 @@ Granule = Literal["page"] | Annotated[int, Field(ge=1, le=1 << 20)]
 Order = Annotated[list[Axis], AfterValidator(_whole_order)]
 
 
+D = TypeVar("D", bound="Described")
+
+
+@dataclass(frozen=True, slots=True)
+class Never:
+    """Fields that an object must not have if `field` is given or, with a `value`, if `field` has (with `unless`, has
+    not) that value."""
+
+    names: tuple[str, ...]
+    because: str
+    field: str
+    value: str | None = None
+    unless: bool = False
+
+
+class Described(BaseModel):
+    """An object of a file. An unknown field is an error, because a typing mistake must not mean the default. The
+    docstring of a field is its description in the schema."""
+
+    model_config = ConfigDict(strict=True, frozen=True, use_attribute_docstrings=True)
+    never: ClassVar[tuple[Never, ...]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_known_fields(cls, value: object) -> object:
+        known = sorted(field.alias or name for name, field in cls.model_fields.items())
+        for name in value if isinstance(value, dict) else ():
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, 1)
+                hint = f'"{near[0]}"?' if near else f"one of {', '.join(known)}"
+                raise PydanticCustomError("field", "a known field: {hint}", {"field": name, "hint": hint})
+        return value
+
+    @model_validator(mode="after")
+    def _has_no_refused_field(self: D) -> D:
+        for rule in self.never:
+            holds = getattr(self, rule.field) == rule.value if rule.value else rule.field in self.model_fields_set
+            given = [name for name in rule.names if name in self.model_fields_set]
+            if given and holds != rule.unless:
+                raise PydanticCustomError("field", "no such field {why}", {"field": given[0], "why": rule.because})
+        return self
+
+    def given(self, kind: type[Described]) -> dict[str, Any]:
+        """The fields of `kind` that the file gives in this object."""
+        return {name: getattr(self, name) for name in kind.model_fields if name in self.model_fields_set}
+
+    @classmethod
+    def read(cls: type[D], document: object) -> D:
+        """Check a document; raises `InvalidField` for a mistake."""
+        try:
+            return cls.model_validate(document)
+        except ValidationError as error:
+            raise _refusal(error, document) from None
+
+
+_PHRASES = {
+    "model_type": "an object",
+    "dict_type": "an object",
+    "tuple_type": "a list of two integers",
+    "missing": "a value: this field has no default",
+    "string_pattern_mismatch": "a name with {} for the layer's index",
+}
+_AROUND = re.compile(r"^\w+ should (be |have )?|^Value error, | after validation, not \d+")
+
+
+def _refusal(error: ValidationError, document: object) -> InvalidField:
+    """The first mistake. A field that may have several types has an error for each type, at the same path."""
+    found: dict[str, tuple[object, list[str]]] = {}
+    for detail in error.errors(include_url=False):
+        value, path = document, ""
+        field = detail.get("ctx", {}).get("field")
+        for part in (*detail["loc"], *([] if field is None else [field])):
+            known = range(len(value)) if isinstance(value, list) else value if isinstance(value, dict) else ()
+            if part not in known:
+                if detail["type"] == "missing":
+                    value, path = None, at(path, part)
+                break  # The rest of the location names the attempted type.
+            value, path = value[part], at(path, part)  # type: ignore[index]
+        phrase = _PHRASES.get(detail["type"], _AROUND.sub("", detail["msg"]))
+        phrase = phrase.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+        found.setdefault(path, (value, []))[1].append(phrase)
+    path, (value, phrases) = next(iter(found.items()))
+    return InvalidField(path or "the document", short(value), " or ".join(dict.fromkeys(phrases)))
+
+
+def at(path: str, name: str | int) -> str:
+    """The JSON path of a field or an item."""
+    return f"{path}[{name}]" if isinstance(name, int) else f"{path}.{name}" if path else name
+
+
+def short(value: object) -> object:
+    """The value for an error message; a long value is shortened."""
+    return reprlib.repr(value) if isinstance(value, (dict, list)) else value
+
+
+def integer(default: Any, low: int, high: int) -> Any:
+    """An integer field in ``[low, high]``."""
+    return Field(default, ge=low, le=high)
+
+
+def text(default: Any, high: int, **more: Any) -> Any:
+    """A string field of 1 to `high` characters."""
+    return Field(default, min_length=1, max_length=high, **more)
+
+
 class Content(Described):
     """What one layer holds of a token."""
 
@@ -140,7 +249,7 @@ class FileComponent(Meaning):
     tensor: Own[str] = text(None, 64)
     """Components of one tensor lie together where the order has component inside token. Default: one tensor; for states
     conv for conv_ components, and one for each other."""
-    layers: Own[list[Index | Span]] = Field(None, min_length=1)
+    layers: Own[list[Index | Span]] = Field(default=None, min_length=1)
     """Layers of the group that have the component. Default: all."""
 
 
@@ -159,7 +268,7 @@ class Placing(Described):
     packed."""
     tensors: Literal["per_layer", "cross_layer"] = "per_layer"
     """per_layer: a tensor for each layer, one after the other; cross_layer: one tensor whose pages hold all layers."""
-    order: Own[Order] = Field(None, json_schema_extra={"minItems": 5, "maxItems": 7, "uniqueItems": True})
+    order: Own[Order] = Field(default=None, json_schema_extra={"minItems": 5, "maxItems": 7, "uniqueItems": True})
     """Every axis of the memory, outermost first, instead of layout, kv and tensors. page (inside block) and tensor
     (outside component) may be left out."""
     shards: Own[list[Span]] = None
@@ -186,7 +295,7 @@ class Table(Placing, Meaning):
     kind: Literal["full", "window", "state"] = "full"
     """full: block i of a request has its tokens [i·block_size, (i+1)·block_size); window: only the last blocks are
     held; state: one block per request."""
-    layers: Own[list[Index | Span]] = Field(None, min_length=1)
+    layers: Own[list[Index | Span]] = Field(default=None, min_length=1)
     """Its layers: indices and [begin, end] intervals, each layer once, in the order of memory. Default: all."""
     layer_name: str = text("layers.{}", 256, pattern=r"^[^{}]*\{\}[^{}]*$")
     """Name of its layers, {} for the index; equal on both engines."""
@@ -208,7 +317,7 @@ class Table(Placing, Meaning):
     """Which tokens each rank holds. Default: all."""
     rows: Literal["rows_first", "channels_first"] = "rows_first"
     """State: rows_first: a row holds the channels of all conv_ components; channels_first: a channel holds its rows."""
-    components: Own[list[FileComponent]] = Field(None, min_length=1, max_length=64)
+    components: Own[list[FileComponent]] = Field(default=None, min_length=1, max_length=64)
     """What each layer holds, in the order of memory. Default: key and value; for mla latent, and rope if there is
     rope_dim; states have no default."""
     never: ClassVar[tuple[Never, ...]] = (
@@ -249,13 +358,13 @@ class GeometryFile(Table):
     """NIXL's device index."""
     partial: bool = False
     """The ranks together need not hold every unit and token of their layers; otherwise that is refused."""
-    identity: dict[str, str] = Field({})
+    identity: dict[str, str] = {}
     """What the cache was computed with: model, revision digest, quantisation, rope … Equal on both engines."""
     model: FileModel
     """What the model's layers hold."""
     name: str = text("full", 128)
     """Name of the only group; equal on both engines of a read."""
-    groups: Own[list[FileGroup]] = Field(None, min_length=1, max_length=256)
+    groups: Own[list[FileGroup]] = Field(default=None, min_length=1, max_length=256)
     """Groups of layers with block tables of their own. Default: one group of all layers; then the file itself may have
     the fields of a group."""
     never: ClassVar[tuple[Never, ...]] = (
@@ -274,43 +383,3 @@ class GeometryFile(Table):
             return [("", self, {**self.given(Table), **above, "name": self.name})]
         given = [group.given(FileGroup) for group in self.groups]
         return [(f"groups[{index}]", self.groups[index], {**above, **own}) for index, own in enumerate(given)]
-
-
-def check_content(path: str, said: Content, attention: str) -> None:
-    """Raise `InvalidField` for fields of the other kind of attention."""
-    mla = attention == "mla"
-    because = f"for {attention}, which has {'latent_dim and rope_dim' if mla else 'kv_heads and head_dim'}"
-    for name in ("kv_heads", "head_dim") if mla else ("latent_dim", "rope_dim"):
-        if name in said.model_fields_set:
-            raise InvalidField(at(path, name), getattr(said, name), f"no such field {because}")
-
-
-def intervals(path: str, spans: Sequence[Interval], count: int, size: int) -> tuple[Interval, ...]:
-    """`count` intervals within ``[0, size)``; raises `InvalidField`."""
-    if len(spans) != count:
-        raise InvalidField(path, f"{len(spans)} intervals", f"a list of {count} intervals [begin, end]")
-    for index, span in enumerate(spans):
-        if span.end > size:
-            raise InvalidField(f"{path}[{index}]", [span.begin, span.end], f"[begin, end] with end <= {size}")
-    return tuple(spans)
-
-
-def indices(path: str, items: Sequence[int | Interval], size: int) -> tuple[int, ...]:
-    """Indices below `size`, given singly or as intervals; in the order given, each once."""
-    found: dict[int, None] = {}
-    for index, item in enumerate(items):
-        begin, end = (item.begin, item.end) if isinstance(item, Interval) else (item, item + 1)
-        said = item if isinstance(item, int) else [begin, end]
-        if end > size:
-            raise InvalidField(f"{path}[{index}]", said, f"an index below {size}, or [begin, end]")
-        if twice := [known for known in range(begin, end) if known in found]:
-            raise InvalidField(f"{path}[{index}]", said, f"each index once; {twice[0]} is given twice")
-        found.update(dict.fromkeys(range(begin, end)))
-    return tuple(found)
-
-
-def known(value: int | None, path: str) -> int:
-    """A value that the file has to give; raises `InvalidField` if the value is missing."""
-    if value is None:
-        raise InvalidField(path, None, "an integer of at least 1")
-    return value
