@@ -127,7 +127,7 @@ def choose_path(lane: Lane, rule: PathRule) -> PathChoice:
 
 def _only_direct(lane: Lane, rule: PathRule) -> str:
     """The reason why a lane's bytes go directly, whatever the costs; else empty."""
-    kind, device = lane.memory.destination_kind, lane.memory.destination_device
+    kind, device = lane.memory.destination
     if rule.path is Path.DIRECT:
         return "as configured"
     if kind is MemoryKind.VRAM and device not in rule.device_memory:
