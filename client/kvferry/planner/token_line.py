@@ -73,8 +73,8 @@ class StateLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """The same cut of many blocks: ``source[i]`` is read into ``destination[i]``, ``int64[n]`` each. They are block
-    ids; in a `Line`, blocks counted from its origin."""
+    """The same cut of many blocks: ``source[i]`` is read into ``destination[i]``, ``int64[n]`` each: block ids; in a
+    `Line`, blocks counted from its origin."""
 
     cut: Cut
     source: Int64s
