@@ -76,9 +76,9 @@ def test_card_that_nixls_own_libibverbs_does_not_know(tmp_path: Path) -> None:
 
 TWO_AGENTS = """
 import logging
-from kvferry._transport import nixl_binding, rdma_cards
+from kvferry._transport import nixl_binding, host_network
 from kvferry._transport.nixl_options import NixlOptions
-rdma_cards.active = lambda: ["mlx5_0"]
+host_network.active = lambda: ["mlx5_0"]
 logging.basicConfig(format="%(levelname)s %(message)s")
 nixl = nixl_binding.load()
 for name in ("a", "b"):
@@ -96,8 +96,8 @@ def test_engine_warns_once_of_a_card_that_nixl_does_not_use() -> None:
 
 
 def test_engine_without_a_card_logs_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    from kvferry._transport import rdma_cards
+    from kvferry._transport import host_network
 
-    with rdma_cards.expected():
+    with host_network.expected():
         pass
-    assert bool(caplog.records) == bool(rdma_cards.active())
+    assert bool(caplog.records) == bool(host_network.active())

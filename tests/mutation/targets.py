@@ -216,14 +216,13 @@ TARGETS: dict[str, Target] = {
         },
     ),
     "client/kvferry/planner/footprint.py": Target((FOOTPRINT, ORACLE)),
-    "client/kvferry/_transport/transfer.py": Target((("tests/transport/test_tracking.py",), READS)),
+    "client/kvferry/_transport/transfer.py": Target((("tests/transport/test_tracking.py",), LINKS, READS)),
     "client/kvferry/_transport/peer_link.py": Target(
         (LINKS, READS),
         {
             "Link.poll: now < self._poll_at or self.quiet -> now < self._poll_at": "what is quiet has nothing to check",
         },
     ),
-    "client/kvferry/_transport/peer_work.py": Target((LINKS, READS)),
     "client/kvferry/_transport/reading_thread.py": Target((READING, THREADS, READS)),
     "client/kvferry/_transport/transport.py": Target((READING, THREADS, READS, STAGING)),
     "client/kvferry/_transport/staging_pool.py": Target((SLOTS, STAGING)),

@@ -10,7 +10,7 @@ from kvferry.geometry import MemoryKind
 from kvferry.planner.descriptors import Descriptors, MemoryPair, chunks, joined
 from tests.support.simulated_memories import copies
 
-MEMORY = MemoryPair(MemoryKind.DRAM, 3, MemoryKind.VRAM, 1)
+MEMORY = MemoryPair((MemoryKind.DRAM, 3), (MemoryKind.VRAM, 1))
 
 
 def array(values: list[int]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:

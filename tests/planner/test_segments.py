@@ -30,7 +30,7 @@ from kvferry.planner.request_blocks import GroupRequest, NeededBlocks
 from kvferry.planner.token_line import StateLayout
 from tests.support.simulated_memories import copies
 
-DRAM = MemoryPair(MemoryKind.DRAM, 0, MemoryKind.DRAM, 0)
+DRAM = MemoryPair((MemoryKind.DRAM, 0), (MemoryKind.DRAM, 0))
 FULL = Group("full", block_tokens=1, num_blocks=4096)
 STATE = Group("state", GroupKind.STATE, num_blocks=64)
 STRIPES = (Stripe(), Stripe(0, 1, 2), Stripe(1, 2, 2), Stripe(1, 3, 4), Stripe(2, 3, 3))

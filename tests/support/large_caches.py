@@ -16,7 +16,7 @@ STRIDE = 1 << 24
 """From block to block, so that 1,280 blocks span 20 GiB."""
 BLOCKS = 1280
 ALL = Interval(0, HEADS)
-DRAM = MemoryPair(MemoryKind.DRAM, 0, MemoryKind.DRAM, 0)
+DRAM = MemoryPair((MemoryKind.DRAM, 0), (MemoryKind.DRAM, 0))
 SLOT_BYTES = 1 << 20
 
 

@@ -114,8 +114,8 @@ def copies(descriptors: Descriptors) -> list[tuple[int, int, int]]:
     (source, length, device), (destination, same_length, own_device) = (rows.T.tolist() for rows in descriptors.lists())
     assert length == same_length
     memory = descriptors.memory
-    assert {*device, memory.source_device} == {memory.source_device}
-    assert {*own_device, memory.destination_device} == {memory.destination_device}
+    assert {*device, memory.source[1]} == {memory.source[1]}
+    assert {*own_device, memory.destination[1]} == {memory.destination[1]}
     return list(zip(source, destination, length, strict=True))
 
 

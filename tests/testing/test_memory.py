@@ -14,7 +14,7 @@ from kvferry.planner.descriptors import Descriptors, MemoryPair
 from kvferry.testing import Fabric
 from kvferry.testing._memory import Agent, Process, Wire
 
-HOST = MemoryPair(MemoryKind.DRAM, 0, MemoryKind.DRAM, 0)
+HOST = MemoryPair((MemoryKind.DRAM, 0), (MemoryKind.DRAM, 0))
 SIZE = 256
 
 

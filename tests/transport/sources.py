@@ -25,7 +25,7 @@ from tests.support.waiting import stop
 
 Bytes = npt.NDArray[np.uint8]
 
-DRAM = MemoryPair(MemoryKind.DRAM, 0, MemoryKind.DRAM, 0)
+DRAM = MemoryPair((MemoryKind.DRAM, 0), (MemoryKind.DRAM, 0))
 POISON = 0xA5
 SOON = 20.0
 """Seconds within which even a busy machine is done."""

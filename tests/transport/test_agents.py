@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from kvferry._clock import now
-from kvferry._transport import sockets
+from kvferry._transport import host_network
 from kvferry._transport.bounds import check_agent
+from kvferry._transport.host_network import open_sockets, tcp_since
 from kvferry._transport.nixl_agent import HandleState, NixlOptions, ReadHandle, ReadingAgent, ServingAgent, WrongThread
-from kvferry._transport.sockets import open_sockets, tcp_since
 from kvferry.errors import Closed, InvalidField
 from kvferry.geometry import MemoryKind, MemoryRegion
 from tests.transport.sources import SOON, Memory, Source
@@ -65,7 +65,7 @@ def test_peers_are_read_where_the_sockets_of_this_process_cannot_be_listed(
 ) -> None:
     # As after a change of user, in a sandbox without /proc, and where no file descriptor is left.
     agent = ReadingAgent("unlisted", [memory.region], NixlOptions(ucx_tls="tcp"))
-    monkeypatch.setattr(sockets, "FOLDER", Path("/nowhere"))
+    monkeypatch.setattr(host_network, "FOLDER", Path("/nowhere"))
     agent.add_peer(source.info)
     handle = agent.warm_up(source.name)
     assert wait_for(handle, handle.post()) is HandleState.DONE
@@ -90,15 +90,15 @@ def test_tcp_is_seen_without_touching_the_sockets_of_others(monkeypatch: pytest.
             blocking = os.get_blocking(found.fileno())
             socket.setdefaulttimeout(1.0)
             try:
-                descriptors = sorted(sockets.FOLDER.iterdir())
+                descriptors = sorted(host_network.FOLDER.iterdir())
                 assert tcp_since(before)
             finally:
                 socket.setdefaulttimeout(None)
             assert os.get_blocking(found.fileno()) == blocking
-            assert sorted(sockets.FOLDER.iterdir()) == descriptors
+            assert sorted(host_network.FOLDER.iterdir()) == descriptors
             limits = resource.getrlimit(resource.RLIMIT_NOFILE)
             known = open_sockets()
-            monkeypatch.setattr(sockets, "open_sockets", lambda: known)
+            monkeypatch.setattr(host_network, "open_sockets", lambda: known)
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
             try:
                 assert tcp_since(before)

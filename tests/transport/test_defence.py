@@ -50,8 +50,8 @@ BAD_RAW = {
     "length beyond int64": one(SOURCE, DESTINATION, 1 << 63),
     "address beyond int64": one(1 << 63, DESTINATION, 1),
     "destination address that wraps": one(SOURCE, WRAPS, 4096 + 1),
-    "other device": one(SOURCE, DESTINATION, 1, dataclasses.replace(DRAM, source_device=1)),
-    "other memory": one(SOURCE, DESTINATION, 1, dataclasses.replace(DRAM, destination_kind=MemoryKind.VRAM)),
+    "other device": one(SOURCE, DESTINATION, 1, DRAM._replace(source=(MemoryKind.DRAM, 1))),
+    "other memory": one(SOURCE, DESTINATION, 1, DRAM._replace(destination=(MemoryKind.VRAM, 0))),
     "lengths of another type": Descriptors(
         DRAM,
         np.array([SOURCE], np.uint64),

@@ -118,7 +118,7 @@ def test_ranks_use_a_device_each(devices: Devices) -> None:
 
     def read(rank: int) -> None:
         source = (rank + 1) % RANKS
-        pair = MemoryPair(MemoryKind.VRAM, source, MemoryKind.VRAM, rank)
+        pair = MemoryPair((MemoryKind.VRAM, source), (MemoryKind.VRAM, rank))
         here, there = (np.array([regions[each].base], np.uint64) for each in (rank, source))
         raw = Descriptors(pair, there, here + np.uint64(SIZE), np.array([SIZE], np.uint64))
         transfer = transports[rank].start([raw_part(serving[source].info, (raw,))], deadline=None, label=str(rank))

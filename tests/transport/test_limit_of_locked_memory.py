@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry._transport import nixl_binding, rdma_cards
+from kvferry._transport import host_network, nixl_binding
 from kvferry._transport.nixl_agent import NixlError, NixlOptions, ServingAgent
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import MemoryKind
@@ -26,9 +26,9 @@ def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     driver.parent.mkdir(parents=True)
     (tmp_path / "mlx5_core").mkdir()
     driver.symlink_to(tmp_path / "mlx5_core")
-    monkeypatch.setattr(rdma_cards, "DEVICES", tmp_path)
-    monkeypatch.setattr(rdma_cards, "CARDS", tmp_path)
-    monkeypatch.setattr(rdma_cards, "STATUS", status)
+    monkeypatch.setattr(host_network, "DEVICES", tmp_path)
+    monkeypatch.setattr(host_network, "CARDS", tmp_path)
+    monkeypatch.setattr(host_network, "STATUS", status)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (DOCKER, DOCKER))
     monkeypatch.delenv("UCX_TLS", raising=False)
     return monkeypatch
@@ -44,9 +44,9 @@ def test_an_agent_that_a_card_may_not_serve_is_refused(card: pytest.MonkeyPatch,
 
 def test_transports_of_the_environment_decide(card: pytest.MonkeyPatch) -> None:
     card.setenv("UCX_TLS", "tcp,self")
-    assert rdma_cards.too_little_to_begin("rc_verbs") == ""
+    assert host_network.too_little_to_begin("rc_verbs") == ""
     card.setenv("UCX_TLS", "rc_verbs,ud_verbs")
-    assert rdma_cards.too_little_to_begin("tcp")
+    assert host_network.too_little_to_begin("tcp")
 
 
 def test_a_card_without_a_driver_in_nixl_refuses_no_agent(card: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -54,33 +54,33 @@ def test_a_card_without_a_driver_in_nixl_refuses_no_agent(card: pytest.MonkeyPat
     driver.unlink()
     (tmp_path / "bnxt_re").mkdir()
     driver.symlink_to(tmp_path / "bnxt_re")
-    assert rdma_cards.too_little_to_begin("") == ""
-    assert rdma_cards.too_little_to_begin("rc_verbs")
+    assert host_network.too_little_to_begin("") == ""
+    assert host_network.too_little_to_begin("rc_verbs")
 
 
 def test_transports_that_are_excluded_by_name_refuse_no_agent(card: pytest.MonkeyPatch) -> None:
     card.setenv("UCX_TLS", "^ib")
-    assert rdma_cards.too_little_to_begin("") == ""
+    assert host_network.too_little_to_begin("") == ""
 
 
 def test_a_limit_does_not_matter_without_a_card(card: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "uverbs0").unlink()
-    assert rdma_cards.too_little() == ""
+    assert host_network.too_little() == ""
 
 
 def test_a_process_that_may_lock_all_memory_is_not_limited(card: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "status").write_text("CapEff:\t000001ffffffffff\n")
-    assert rdma_cards.too_little() == ""
+    assert host_network.too_little() == ""
 
 
 def test_an_unlimited_process_has_no_problem(card: pytest.MonkeyPatch) -> None:
     card.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, DOCKER))
-    assert rdma_cards.too_little() == ""
+    assert host_network.too_little() == ""
 
 
 def test_memory_that_is_larger_than_the_limit_is_refused_by_its_name(card: pytest.MonkeyPatch) -> None:
-    card.setattr(resource, "getrlimit", lambda _: (rdma_cards.UCX_LOCKS, rdma_cards.UCX_LOCKS))
-    assert rdma_cards.too_little_to_begin("") == ""
+    card.setattr(resource, "getrlimit", lambda _: (host_network.UCX_LOCKS, host_network.UCX_LOCKS))
+    assert host_network.too_little_to_begin("") == ""
 
     def refuse() -> None:
         raise RuntimeError("NIXL_ERR_BACKEND")

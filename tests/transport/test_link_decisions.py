@@ -25,8 +25,7 @@ from kvferry._transport.peer_link import (
     Link,
     LinkState,
 )
-from kvferry._transport.peer_work import PeerWork, divide
-from kvferry._transport.transfer import Transfer, TransferState
+from kvferry._transport.transfer import PeerWork, Transfer, TransferState, divide
 from kvferry._wire.authority import agent_name
 from kvferry.errors import InvalidField, TransferFailed
 from kvferry.planner.descriptors import Descriptors

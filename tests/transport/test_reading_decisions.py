@@ -318,7 +318,7 @@ def test_staging_memory_that_cannot_be_had_fails_the_read(world: World, caplog: 
     source, memory = local_source(), Memory(1 << 20)
     _, planned = part(source, memory, [1], [2])
     (staged,) = planned.staged
-    device = replace(DRAM, destination_kind=MemoryKind.VRAM, destination_device=3)
+    device = DRAM._replace(destination=(MemoryKind.VRAM, 3))
     peer = replace(world.info("source"), regions=source.info.regions)
     unknown = replace(planned, staged=(replace(staged, lane=replace(staged.lane, memory=device)),))
     transfer = read.start([(peer, unknown)], deadline=None, label="device")

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry._transport.nixl_agent import ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.peer_work import Chunk, PeerWork
+from kvferry._transport.transfer import Chunk, PeerWork
 from kvferry._transport.transport import Transfer, TransferState
 from kvferry.errors import TransferFailed
 from kvferry.planner.descriptors import Descriptors

@@ -7,7 +7,9 @@ import os
 
 import pytest
 
-from kvferry._transport import peer_link, peer_work, transport
+from kvferry._transport import peer_link, transport
+from kvferry._transport import transfer as transfer_module
+from kvferry._transport.reading_thread import ReadingThread
 from kvferry._transport.transport import TransferState, Transport
 from kvferry.errors import NixlError
 from tests.transport.conftest import MakeTransport
@@ -23,8 +25,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads of the worlds are large, and so are their chunks."""
     monkeypatch.setattr(peer_link, "COPIED", CHUNK)
     monkeypatch.setattr(transport, "SHARED_READ", 4 * CHUNK)
-    monkeypatch.setattr(peer_work, "SHARED_CHUNK", CHUNK)
-    monkeypatch.setattr(peer_work, "COPIED_CHUNKS", 1)
+    monkeypatch.setattr(transfer_module, "SHARED_CHUNK", CHUNK)
+    monkeypatch.setattr(transfer_module, "COPIED_CHUNKS", 1)
 
 
 def sharing(world: World) -> Transport:
@@ -32,7 +34,12 @@ def sharing(world: World) -> Transport:
     read = world.transport(reading_agents=2, bytes_in_flight=CHUNK)
     while read.gauges().peers < 2:
         done(world.read(read))
-    assert until(lambda: all(thread is not None and thread.ready(world.info()) for thread in read.places))
+
+    def ready(thread: ReadingThread | None) -> bool:
+        link = None if thread is None else thread.link_to(world.info())
+        return link is not None and link.state is peer_link.LinkState.READY
+
+    assert until(lambda: all(map(ready, read.places)))
     return read
 
 

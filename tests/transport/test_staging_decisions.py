@@ -19,9 +19,8 @@ import pytest
 from kvferry._clock import now
 from kvferry._memory.access import HostAccess, StillCopying
 from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.peer_work import Chunk
 from kvferry._transport.staging_pool import SLOTS_AT_ONCE, StagedWork, StagingOptions, StagingPool
-from kvferry._transport.transfer import Transfer, TransferState
+from kvferry._transport.transfer import Chunk, Transfer, TransferState
 from kvferry._transport.transport import TransferPart
 from kvferry.errors import InvalidField, TransferFailed
 from kvferry.planner import Path

@@ -104,7 +104,7 @@ def _measure() -> tuple[float, float, int]:
                 raise ConnectionError("the process that should have been read from ended") from None
             agent.add_peer(info)
             _seconds(agent.warm_up(info.name))
-            kinds = MemoryPair(MemoryKind.DRAM, 0, MemoryKind.DRAM, 0)
+            kinds = MemoryPair((MemoryKind.DRAM, 0), (MemoryKind.DRAM, 0))
             one = [np.array([value], np.uint64) for value in (info.regions[0].base, memory.region.base, SIZE)]
             reads = [_seconds(agent.make(info.name, Descriptors(kinds, *one))) for _ in range(ROUNDS)]
             if not (memory.array[:: 1 << 20] == 7).all():
@@ -201,7 +201,7 @@ def _try_out(tried: dict[str, str]) -> list[Finding]:
 
 
 def _try_port(nixl: object, port: str, said: str, written: Callable[[], str]) -> Finding:
-    from kvferry._transport import nixl_binding, rdma_cards
+    from kvferry._transport import host_network, nixl_binding
     from kvferry._transport.nixl_options import NixlOptions
     from kvferry.errors import NixlError
     from kvferry.host_memory import HostMemory
@@ -212,10 +212,10 @@ def _try_port(nixl: object, port: str, said: str, written: Callable[[], str]) ->
     try:
         agent, backend = nixl_binding.new_agent(nixl, f"doctor-{port}", NixlOptions(), progress_thread=False)
     except NixlError as error:
-        drivers = rdma_cards.with_driver()
+        drivers = host_network.with_driver()
         if drivers is not None and port.partition(":")[0] not in drivers:
             return finding("rdma-no-driver", f"{said}: UCX's libibverbs has no driver for it", _link())
-        if rdma_cards.too_little():
+        if host_network.too_little():
             return finding("rdma-not-registered", f"{said}: {error}")
         return finding("rdma-refused", f"{said}: {error}{_complaints(written()[known:])}")
     memory = HostMemory(SIZE)
@@ -228,7 +228,7 @@ def _try_port(nixl: object, port: str, said: str, written: Callable[[], str]) ->
 
 def _link() -> str:
     """Return the command that makes UCX use the distribution's libibverbs; empty if it does, or there is none."""
-    from kvferry._transport.rdma_cards import mapped
+    from kvferry._transport.host_network import mapped
 
     # kvferry loads the distribution's library. The wheel's libraries are in the parent of the folder of UCX's modules.
     theirs = next((path.with_name("libibverbs.so.1") for path in mapped("/libibverbs.so.1")), None)

@@ -13,7 +13,6 @@ from bisect import bisect_right
 from collections.abc import Iterable
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.errors import BadAgentMetadata, InvalidField
 from kvferry.geometry.model import AgentInfo, MemoryRegion
@@ -29,8 +28,7 @@ METADATA_HEADER = b"nixlSerDes|Agent"
 """NIXL's metadata begin with this header, then the length of the agent's name, then the name."""
 
 FEW = 32
-"""Ranges up to which a loop is faster than numpy: after a copy of megabytes, each numpy function has to be loaded from
-memory again."""
+"""Ranges up to which a loop is faster than numpy, whose functions come from memory again after a copy of megabytes."""
 
 # The methods of arrays find these functions through Python, which takes longer than the search of a short array.
 _least, _most = np.minimum.reduce, np.maximum.reduce
@@ -51,8 +49,7 @@ class RegionMap:
             space.append((region.base, region.base + region.length))
         self._ranges: dict[tuple[MemoryKind, int], tuple[Addresses, Addresses]] = {}
         """By address space: where its regions begin, and for each begin the furthest end of all regions that begin
-        there or before, which is right also where regions overlap. The first end, 0, is for addresses below every
-        region."""
+        there or before (regions may overlap). The first end, 0, is for addresses below every region."""
         for key, ranges in spaces.items():
             both = np.array(sorted(ranges), np.uint64)
             ends = np.concatenate((np.zeros(1, np.uint64), np.maximum.accumulate(both[:, 1])))
@@ -61,25 +58,22 @@ class RegionMap:
 
     def check_ranges(self, field: str, kind: MemoryKind, device: int, address: Addresses, length: Addresses) -> None:
         """Raise `InvalidField` unless every ``[address, address + length)`` lies inside a region."""
-        if len(address) <= FEW and self._hold_few(kind, device, address, length):
-            return
+        if len(address) <= FEW:
+            # Python's integers do not wrap.
+            bases, ends = self._lists.get((kind, device), ([], [0]))
+            ranges = zip(address.tolist(), length.tolist(), strict=True)
+            if all(count >= 1 and begin + count <= ends[bisect_right(bases, begin)] for begin, count in ranges):
+                return
         end = self._ends_at(field, kind, device, address)
         if int(_least(length)) < 1:
             raise InvalidField(f"{field} length", 0, "at least 1")
-        if int(_most(length)) >= ADDRESS_LIMIT:
-            self._refuse(field, length >= ADDRESS_LIMIT, address, length)
-        # Both are below 2**63: their sum does not wrap.
-        outside = address + length > end
+        # Below 2**63, their sum does not wrap.
+        outside = length >= ADDRESS_LIMIT
+        outside = outside if outside.any() else address + length > end
         if outside.any():
-            self._refuse(field, outside, address, length)
-
-    def _hold_few(self, kind: MemoryKind, device: int, address: Addresses, length: Addresses) -> bool:
-        """Whether every range lies inside a region; in Python's integers, which do not wrap."""
-        bases, ends = self._lists.get((kind, device), ([], [0]))
-        return all(
-            count >= 1 and begin + count <= ends[bisect_right(bases, begin)]
-            for begin, count in zip(address.tolist(), length.tolist(), strict=True)
-        )
+            first = int(np.argmax(outside))
+            value = f"{int(length[first])} bytes at {int(address[first]):#x}"
+            raise InvalidField(field, value, f"inside one region registered by {self.owner}")
 
     def _ends_at(self, field: str, kind: MemoryKind, device: int, address: Addresses) -> Addresses:
         """For each address the end of the region in which it lies; 0 if it lies in none."""
@@ -94,12 +88,6 @@ class RegionMap:
         found: Addresses = ends[np.searchsorted(bases, address, side="right")]
         return found
 
-    def _refuse(self, field: str, outside: npt.NDArray[np.bool_], address: Addresses, length: Addresses) -> None:
-        if bool(outside.any()):
-            first = int(np.argmax(outside))
-            value = f"{int(length[first])} bytes at {int(address[first]):#x}"
-            raise InvalidField(field, value, f"inside one region registered by {self.owner}")
-
 
 def check_descriptors(descriptors: Descriptors, local: RegionMap, remote: RegionMap) -> None:
     """Raise `InvalidField` unless every descriptor lies inside a region on both sides. An empty list passes."""
@@ -109,7 +97,7 @@ def check_descriptors(descriptors: Descriptors, local: RegionMap, remote: Region
     if descriptors.count == 0:
         return
     sides = (descriptors.source, descriptors.source_offset), (descriptors.destination, descriptors.destination_offset)
-    spaces = zip(("source", "destination"), (remote, local), descriptors.memory.spaces, sides, strict=True)
+    spaces = zip(("source", "destination"), (remote, local), descriptors.memory, sides, strict=True)
     for field, regions, (kind, device), (row, offset) in spaces:
         regions.check_ranges(field, kind, device, *_ranges(field, row, offset, descriptors))
 
@@ -125,9 +113,8 @@ def _ranges(field: str, row: Addresses, offset: Addresses, of: Descriptors) -> t
         raise InvalidField(f"{field} address", hex(max(highest, int(_most(offset)) + most)), "below 2**63")
     # All numbers are below 2**63: no sum of two wraps.
     lengths = np.unique(of.length)
-    reach = [_most(offset + length * of.repeats) for length in lengths]
-    ends = np.array(reach, np.uint64)[np.searchsorted(lengths, of.length)]
-    return row + np.uint64(low), ends - np.uint64(low)
+    reach = np.array([_most(offset + length * of.repeats) for length in lengths], np.uint64)
+    return row + np.uint64(low), reach[np.searchsorted(lengths, of.length)] - np.uint64(low)
 
 
 def check_blocks(descriptors: Descriptors, blocks: BlockRows) -> None:
@@ -148,9 +135,8 @@ def check_blocks(descriptors: Descriptors, blocks: BlockRows) -> None:
 def check_agent(agent: AgentInfo) -> None:
     """Raise `BadAgentMetadata` unless the metadata are the announced ones.
 
-    NIXL cannot check this: one flipped bit can kill the process, and after truncated metadata the agent's name cannot
-    be used again in this process (both measured). NIXL takes the name from the metadata, so damaged metadata of one
-    agent, announced under another's name, would make the first agent's name unusable.
+    NIXL cannot check this: one flipped bit can kill the process, and after truncated metadata the agent's name, which
+    NIXL takes from the metadata, cannot be used again in this process (both measured).
     """
     name, metadata, regions = agent.name, agent.metadata, agent.regions
     problem = ""
@@ -162,15 +148,12 @@ def check_agent(agent: AgentInfo) -> None:
         problem = f"it has {len(regions)} regions"
     elif hashlib.sha256(metadata).digest() != agent.metadata_sha256:
         problem = "its metadata is damaged: the digest is another"
-    elif metadata.startswith(METADATA_HEADER) and not metadata.startswith(_header(name)):
-        problem = "its metadata is another agent's"
+    elif metadata.startswith(METADATA_HEADER):
+        encoded = name.encode()
+        if not metadata.startswith(METADATA_HEADER + len(encoded).to_bytes(8, sys.byteorder) + encoded):
+            problem = "its metadata is another agent's"
     if problem:
         raise BadAgentMetadata(f"agent {name[:80]!r}: {problem}", agent=name[:80], problem=problem)
-
-
-def _header(name: str) -> bytes:
-    encoded = name.encode()
-    return METADATA_HEADER + len(encoded).to_bytes(8, sys.byteorder) + encoded
 
 
 def _check_arrays(field: str, *arrays: Addresses) -> None:

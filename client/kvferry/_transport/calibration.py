@@ -8,8 +8,8 @@ only the first read of a process are paid before and not measured: counted, they
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from functools import partial
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from kvferry._logs import Log
 from kvferry._memory.access import StillCopying
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.staging_pool import StagingPool
-from kvferry._transport.transport import Transfer, Transport
+from kvferry._transport.transport import Transport
 from kvferry.planner.descriptors import Descriptors, MemoryPair
 from kvferry.planner.expansion import SourceDescriptors
 from kvferry.planner.path_choice import Costs
@@ -39,16 +39,13 @@ LONG_BYTES = 16 << 10
 """Lengths of the pieces that are read: mostly one path becomes cheaper than the other around these lengths."""
 
 APART = 2
-"""From piece to piece, in their length: pieces with gaps between them take up to a quarter longer than pieces without,
-since the processor no longer fetches ahead."""
+"""From piece to piece, in their length: with gaps they take up to a quarter longer, as no processor fetches ahead."""
 
 FEW, LEAST, MOST = 4, 16, 256
-"""Pieces of a small read, which is mostly waking threads, and the least and the most pieces of the others. More would
-take longer and show no more."""
+"""Pieces of a small read, which is mostly waking threads; the least and, as more show no more, the most of others."""
 
 STAGED = 1.5
-"""The cost of a byte that is read into staging memory, with its share of the batch's costs, in that of other bytes
-(measured over CMA and TCP)."""
+"""The cost of a byte read into staging memory, the batch's costs included, in that of others (on CMA and TCP)."""
 
 SLOTS = 4
 """Slots that are borrowed, to be read into and copied into. At least two more are left for other reads."""
@@ -64,13 +61,14 @@ SMALLEST = 2 * CELLS[1] * COLUMNS
 def measure(transport: Transport, peer: AgentInfo, pool: StagingPool, deadline: float) -> Costs | None:
     """Measure the constants for reads from one peer; None if no measurement is possible now. Waits, so only the thread
     of a read calls it. Raises `BadAgentMetadata` and `Closed` as `Transport.start`."""
-    measurement = _Measurement(transport, peer, pool)
+    measurement = _Measurement(transport, peer, pool, deadline)
     try:
-        return measurement.run(deadline)
+        return measurement.run() if measurement.slots else None
     except _Failed:
         return None
     finally:
-        measurement.give_back()
+        for slot in measurement.slots:
+            pool.release(slot)
 
 
 class _Failed(Exception):
@@ -78,47 +76,38 @@ class _Failed(Exception):
 
 
 class _Measurement:
-    """One measurement, and the slots that it borrows."""
+    """One measurement. `slots` are those that it has borrowed; none if none is free, or the memory is too small."""
 
-    def __init__(self, transport: Transport, peer: AgentInfo, pool: StagingPool) -> None:
+    def __init__(self, transport: Transport, peer: AgentInfo, pool: StagingPool, deadline: float) -> None:
         self._transport = transport
         self._peer = peer
         self._pool = pool
+        self._deadline = deadline
         self._region = max(peer.regions, key=lambda region: region.length)
         turn = APART * (SHORT_BYTES + LONG_BYTES)
         self._pieces = min(MOST, pool.slot_bytes // LONG_BYTES, self._region.length // turn - FEW)
         self._read_before = 0
         """Bytes of the region that were read, gaps included: each read goes on behind the last."""
         self._draw = np.random.default_rng(0)
-        self._slots: deque[int] = deque()
+        self.slots: deque[int] = deque()
         if self._pieces >= LEAST and pool.slot_bytes >= SMALLEST:
-            while len(self._slots) < min(SLOTS, max(1, pool.slots - 2)) and (slot := pool.borrow()) is not None:
-                self._slots.append(slot)
+            while len(self.slots) < min(SLOTS, max(1, pool.slots - 2)) and (slot := pool.borrow()) is not None:
+                self.slots.append(slot)
 
-    def give_back(self) -> None:
-        """Give back the slots to which nothing writes any more."""
-        for slot in self._slots:
-            self._pool.release(slot)
-
-    def run(self, deadline: float) -> Costs | None:
-        """Measure; None if no slot is free, or the memory is too small."""
-        if not self._slots:
-            return None
+    def run(self) -> Costs:
         # Costs of the first read only: making the reading agent, which takes half a second, connecting to the peer, and
         # touching new memory, which is several times as slow.
-        self._read(FEW, SHORT_BYTES, deadline)
-        for _ in range(len(self._slots)):
+        self._read(FEW, SHORT_BYTES)
+        for _ in range(len(self.slots)):
             self._copied(SHORT_BYTES)
-        reads = {
-            kind: float("inf") for kind in ((FEW, SHORT_BYTES), (self._pieces, SHORT_BYTES), (self._pieces, LONG_BYTES))
-        }
-        copies = dict.fromkeys(CELLS, float("inf"))
+        kinds = (FEW, SHORT_BYTES), (self._pieces, SHORT_BYTES), (self._pieces, LONG_BYTES)
+        reads, copies = dict.fromkeys(kinds, math.inf), dict.fromkeys(CELLS, math.inf)
         until = now() + ENOUGH
         for turn in range(TIMES):
             if turn and now() > until:
                 break
             for (count, run), fastest in reads.items():
-                reads[count, run] = min(fastest, self._read(count, run, deadline))
+                reads[count, run] = min(fastest, self._read(count, run))
             for cell, fastest in copies.items():
                 copies[cell] = min(fastest, self._copied(cell))
         few, short, long = reads.values()
@@ -141,32 +130,33 @@ class _Measurement:
             copied_byte=copied_byte,
         )
 
-    def _read(self, count: int, run: int, deadline: float) -> float:
+    def _read(self, count: int, run: int) -> float:
         """Seconds of a read of so many pieces of `run` bytes, into the slot written longest ago."""
         there, here, size = self._region, self._pool.space.region, APART * count * run
         begin = self._read_before if self._read_before + size <= there.length else 0
         self._read_before = begin + size
-        self._slots.rotate(1)
+        self.slots.rotate(1)
         order = self._draw.permutation(count).astype(np.uint64)
         source = order * np.uint64(APART * run) + np.uint64(there.base + begin)
-        destination = np.arange(count, dtype=np.uint64) * np.uint64(run) + np.uint64(self._slots[0])
-        memory = MemoryPair(there.memory_kind, there.device, here.memory_kind, here.device)
+        destination = np.arange(count, dtype=np.uint64) * np.uint64(run) + np.uint64(self.slots[0])
+        memory = MemoryPair((there.memory_kind, there.device), (here.memory_kind, here.device))
         pieces = Descriptors(memory, source, destination, np.full(count, run, np.uint64))
         part = self._peer, SourceDescriptors(0, (pieces,))
         began = now()
-        transfer = self._transport.start([part], deadline=deadline, label="measuring", spaces=(self._pool.space,))
-        if not transfer.wait(max(0.0, deadline - began)) or transfer.error is not None:
+        transfer = self._transport.start([part], deadline=self._deadline, label="measuring", spaces=(self._pool.space,))
+        if not transfer.wait(max(0.0, self._deadline - began)) or transfer.error is not None:
             transfer.cancel()
             # Until the transfer is quiet it may write to the slot.
-            transfer.add_quiet_callback(partial(_release, self._pool, self._slots.popleft()))
+            slot = self.slots.popleft()
+            transfer.add_quiet_callback(lambda _: self._pool.release(slot))
             raise _Failed
         return (transfer.ended_at or now()) - began
 
     def _copied(self, cell: int) -> float:
         """Seconds per run of `cell` bytes, copied from the slot written last into the slot written longest ago."""
         size = self._pool.slot_bytes
-        source, target = self._slots[0], self._slots[-1]
-        if len(self._slots) == 1:
+        source, target = self.slots[0], self.slots[-1]
+        if len(self.slots) == 1:
             size //= 2
             target += size
         rows = size // (cell * COLUMNS)
@@ -181,12 +171,8 @@ class _Measurement:
             logger.exception("copies in staging memory were not measured")
             if isinstance(error, StillCopying):
                 # The device may write to this slot at any time.
-                self._slots.pop()
+                self.slots.pop()
             raise _Failed from error
         took = now() - began
-        self._slots.rotate(1)
+        self.slots.rotate(1)
         return took / (rows * COLUMNS)
-
-
-def _release(pool: StagingPool, slot: int, _: Transfer) -> None:
-    pool.release(slot)

@@ -19,8 +19,8 @@ from kvferry._memory.access import StagingSpace
 from kvferry._memory.current_device import device_of, enter_device, on_device
 from kvferry._transport import nixl_binding
 from kvferry._transport.bounds import RegionMap, check_agent, check_blocks, check_descriptors
+from kvferry._transport.host_network import open_sockets, tcp_since
 from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.sockets import open_sockets, tcp_since
 from kvferry.errors import BadAgentMetadata, Closed, InvalidField, NixlError, NixlMissing, WrongThread
 from kvferry.geometry.model import AgentInfo, MemoryRegion
 from kvferry.geometry.plane import MemoryKind
@@ -33,8 +33,7 @@ __all__ += ["ServingAgent", "WrongThread"]
 WARM_UP_BYTES = 64
 
 ROWS_PER_PEER, ROWS_PER_LIST = 1 << 18, 256
-"""Rows of prepared lists that are kept per peer, at 140 bytes each; each list counts as some rows more. A source that
-never names the same layers twice has other lists for each step."""
+"""Rows of prepared lists that are kept per peer, at 140 bytes each; each list counts as some rows more."""
 
 INDEX_LIMIT = 1 << 31
 """NIXL takes int32 indices, and truncates larger ones silently."""
@@ -74,13 +73,11 @@ class ServingAgent:
         options = options or NixlOptions()
         # Other bindings know no devices.
         self._device = device_of(regions) if binding is None else None
-        self._agent: Any = None
         with on_device(self._device):
             binding = nixl_binding.load() if binding is None else binding
-            agent, backend = nixl_binding.new_agent(binding, name, options, progress_thread=True)
-            nixl_binding.register(binding, agent, backend, regions)
-            metadata = bytes(agent.getLocalMD())
-        self._agent = agent
+            self._agent, backend = nixl_binding.new_agent(binding, name, options, progress_thread=True)
+            nixl_binding.register(binding, self._agent, backend, regions)
+            metadata = bytes(self._agent.getLocalMD())
         self.info = AgentInfo(name, metadata, hashlib.sha256(metadata).digest(), tuple(regions))
 
     def close(self) -> None:
@@ -94,10 +91,8 @@ class ReadHandle:
     """One read: made, posted once, checked until it has ended, and released.
 
     Releasing stops nothing: bytes of a posted read go on arriving. Only `HandleState.DONE`, or the end of the agent,
-    proves that the read writes no more.
-
-    Threading: on its agent's thread only. After the release, or the agent's end, `post` and `check` raise `Closed`,
-    where NIXL would crash.
+    proves that the read writes no more. On its agent's thread only. After the release, or the agent's end, `post` and
+    `check` raise `Closed`, where NIXL would crash.
     """
 
     __slots__ = ("_agent", "_number", "peer")
@@ -132,7 +127,7 @@ class ReadHandle:
 @dataclass(slots=True)
 class _Peer:
     """An added peer: its readable regions, and NIXL's numbers of the local and remote lists prepared for it, by the
-    identity of their rows. `sockets` are those of this process before the peer was added; None: unknown."""
+    identity of their rows. `sockets` are this process's before the peer was added; None: unknown."""
 
     regions: RegionMap
     sockets: Mapping[str, int] | None
@@ -176,9 +171,8 @@ class ReadingAgent:
     def check_owner(self, call: str) -> None:
         """Raise `WrongThread` on any thread but the owner, `Closed` after the end. `call` names the call in errors."""
         if threading.get_ident() != self._owner:
-            raise WrongThread(
-                f"{call} of agent {self.name!r} on another thread than its own", agent=self.name, call=call
-            )
+            message = f"{call} of agent {self.name!r} on another thread than its own"
+            raise WrongThread(message, agent=self.name, call=call)
         if self._agent is None:
             raise Closed(f"agent {self.name!r} was destroyed")
 
@@ -191,8 +185,7 @@ class ReadingAgent:
             self._local = RegionMap(self._local.owner, (*self._local.regions, space.region))
 
     def add_peer(self, info: AgentInfo) -> None:
-        """Check a peer's metadata and load them. Raises `BadAgentMetadata` if they are not the announced ones, and
-        `NixlError` if the peer cannot be reached."""
+        """Load a peer's metadata. Raises `BadAgentMetadata` if they are not the announced ones, and `NixlError`."""
         self.check_owner("add_peer")
         check_agent(info)
         sockets = open_sockets()
@@ -217,13 +210,12 @@ class ReadingAgent:
     def remove_peer(self, peer: str) -> None:
         """Forget a peer. Only when no read from the peer is under way, since this stops none."""
         self.check_owner("remove_peer")
-        for _, local, remote in self._added.pop(peer).lists.values():
-            self._release_lists(local, remote)
+        for _, *numbers in self._added.pop(peer).lists.values():
+            self._release_lists(*numbers)
         self.call("invalidateRemoteMD", peer, peer)
 
     def warm_up(self, peer: str) -> ReadHandle:
-        """Make a read of a few bytes into the agent's own memory. The first read from a peer connects, which takes the
-        peer's progress thread."""
+        """Make a read of a few bytes into the agent's own memory, which connects: by the peer's progress thread."""
         self.check_owner("warm_up")
         region = self._added[peer].regions.regions[0]
         length = min(WARM_UP_BYTES, region.length)
@@ -238,8 +230,8 @@ class ReadingAgent:
             return self._make_prepared(peer, descriptors, blocks)
         check_descriptors(descriptors, self._local, self._added[peer].regions)
         theirs, mine = descriptors.lists()
-        memory = descriptors.memory
-        return self._initialize(peer, self._list(memory.destination_kind, mine), self._list(memory.source_kind, theirs))
+        (source, _), (destination, _) = descriptors.memory
+        return self._initialize(peer, self._list(destination, mine), self._list(source, theirs))
 
     def state(self, status: Any) -> HandleState:
         if status == self._nixl.NIXL_SUCCESS:
@@ -252,8 +244,7 @@ class ReadingAgent:
         return nixl_binding.call(name, peer, lambda: getattr(self._agent, name)(*given))
 
     def destroy(self) -> bool:
-        """End the agent, and release its handles. Returns whether it is gone: then nothing that it posted writes any
-        more. False: something still refers to it, and its reads may still write."""
+        """End the agent, and release its handles. Returns whether it is gone, so that nothing it posted can write."""
         self.check_owner("destroy")
         gone = weakref.ref(self._agent)
         self._agent = None
@@ -286,27 +277,26 @@ class ReadingAgent:
             lists.move_to_end(key)
             return known[1], known[2]
         check_descriptors(blocks.whole(memory), self._local, self._added[peer].regions)
-        sides = (
-            (self._nixl.NIXL_INIT_AGENT, memory.destination_kind, blocks.list_of(memory, "destination")),
-            (peer, memory.source_kind, blocks.list_of(memory, "source")),
-        )
         local, remote = (
             int(self.call("prepXferDlist", peer, of, nixl_binding.memory_type(self._nixl, kind), rows, [self._backend]))
-            for of, kind, rows in sides
+            for of, (kind, _), rows in (
+                (self._nixl.NIXL_INIT_AGENT, memory.destination, blocks.list_of(memory, "destination")),
+                (peer, memory.source, blocks.list_of(memory, "source")),
+            )
         )
         # The rows are kept, so that no others get their identity.
         lists[key] = (blocks, local, remote)
         kept = sum(ROWS_PER_LIST + len(rows.length) for rows, _, _ in lists.values())
         while kept > ROWS_PER_PEER and len(lists) > 1:
             # Handles made from a prepared list have their own copy of the list.
-            _, (old, old_local, old_remote) = lists.popitem(last=False)
+            _, (old, *numbers) = lists.popitem(last=False)
             kept -= ROWS_PER_LIST + len(old.length)
-            self._release_lists(old_local, old_remote)
+            self._release_lists(*numbers)
         return local, remote
 
-    def _release_lists(self, local: int, remote: int) -> None:
-        self.call("releasedDlistH", "", local)
-        self.call("releasedDlistH", "", remote)
+    def _release_lists(self, *numbers: int) -> None:
+        for number in numbers:
+            self.call("releasedDlistH", "", number)
 
     def _initialize(self, peer: str, local: Any, remote: Any) -> ReadHandle:
         given = (self._nixl.NIXL_READ, local, remote, peer, b"", [self._backend])

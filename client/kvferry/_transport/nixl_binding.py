@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvferry._logs import Log
-from kvferry._transport import rdma_cards
+from kvferry._transport import host_network
 from kvferry._transport.nixl_options import PROGRESS_DELAY_US, NixlOptions
 from kvferry.errors import NixlError, NixlMissing
 from kvferry.geometry.model import MemoryRegion
@@ -48,13 +48,11 @@ def load() -> Any:
     """NIXL's binding; raises `NixlMissing`. Loading takes a second or two, so this is called on first use."""
     packages = packages_for(sys.modules.get("torch"))
     loaded = [package for package in packages if package in sys.modules]
-    for variable, value in ENVIRONMENT.items():
-        if loaded and variable not in os.environ:
-            logger.warning(
-                "%s was imported before kvferry could set %s=%s: set it yourself", loaded[0], variable, value
-            )
+    for name, value in ENVIRONMENT.items():
+        if loaded and name not in os.environ:
+            logger.warning("%s was imported before kvferry could set %s=%s: set it yourself", loaded[0], name, value)
         elif not loaded:
-            os.environ.setdefault(variable, value)
+            os.environ.setdefault(name, value)
     _load_verbs_of_system()
     # Importing NIXL makes the logging of the whole process swallow its own errors.
     raise_exceptions = logging.raiseExceptions
@@ -68,9 +66,8 @@ def load() -> Any:
     finally:
         logging.raiseExceptions = raise_exceptions
     problem = "; ".join(problems)
-    raise NixlMissing(
-        f"NIXL cannot be loaded ({problem}); it comes with: pip install 'kvferry[nixl]'", problem=problem
-    ) from None
+    message = f"NIXL cannot be loaded ({problem}); it comes with: pip install 'kvferry[nixl]'"
+    raise NixlMissing(message, problem=problem) from None
 
 
 def _load_verbs_of_system() -> None:
@@ -111,7 +108,7 @@ def new_agent(nixl: Any, name: str, options: NixlOptions, *, progress_thread: bo
     InfiniBand card, and other libraries fail when none are left: vLLM limits them for that reason. A rank of kvferry
     has two workers, of its serving agent and of its reading agent.
     """
-    problem = rdma_cards.too_little_to_begin(options.ucx_tls) if options.backend == "UCX" else ""
+    problem = host_network.too_little_to_begin(options.ucx_tls) if options.backend == "UCX" else ""
     if problem:
         raise NixlError(f"NIXL createBackend: {problem}", call="createBackend", peer="", problem=problem)
     config = nixl.nixlAgentConfig()
@@ -122,7 +119,7 @@ def new_agent(nixl: Any, name: str, options: NixlOptions, *, progress_thread: bo
     config.captureTelemetry = False
     config.syncMode = nixl.NIXL_THREAD_SYNC_NONE
     agent = call("nixlAgent", "", lambda: nixl.nixlAgent(name, config))
-    with rdma_cards.expected() if options.backend == "UCX" else nullcontext():
+    with host_network.expected() if options.backend == "UCX" else nullcontext():
         return agent, call("createBackend", "", lambda: agent.createBackend(options.backend, options.parameters()))
 
 
@@ -140,14 +137,12 @@ def memory_type(nixl: Any, kind: MemoryKind) -> Any:
 
 
 def call(name: str, peer: str, function: Callable[[], T]) -> T:
-    """Call `function`, NIXL's function `name` for `peer` (empty: for no peer). Any exception becomes a `NixlError`:
-    NIXL's exceptions have no common base."""
-    problem = ""
+    """Call NIXL's function `name` for `peer` (empty: none). Any exception, as they have no base, is a `NixlError`."""
     try:
         return function()
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-    if name == "registerMem" and (limit := rdma_cards.too_little()):
+    if name == "registerMem" and (limit := host_network.too_little()):
         problem += f"; {limit}"
     # Raised here, without a cause: a traceback would keep alive the agent that the caller may be about to destroy.
     about = f" (peer {peer!r})" if peer else ""

@@ -1,5 +1,4 @@
-"""The connection of one reading agent to one peer: the work queued for the peer, the posted chunks, and whether posted
-chunks can still write.
+"""The connection of one reading agent to one peer: queued work, posted chunks, and whether these can still write.
 
 Everything here runs on the agent's own thread (`kvferry._transport.reading_thread`) and never waits.
 """
@@ -15,21 +14,17 @@ from collections.abc import Callable, Iterator
 from kvferry._logs import Log
 from kvferry._transport.nixl_agent import AgentInfo, HandleState, NixlError, ReadHandle, ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.peer_work import Chunk, FirstRead, PeerWork, PostedChunk
+from kvferry._transport.transfer import Chunk, FirstRead, PeerWork, PostedChunk
 from kvferry.errors import KvferryError, TransferFailed
 
 logger = Log(__name__)
 
-POLL_FIRST = 50e-6
-POLL_LAST = 1e-3
-POLL_ABANDONED = 10e-3
-"""Seconds between two polls: right after a post; at most; and at most while all posted chunks belong to transfers that
-have ended."""
+POLL_FIRST, POLL_LAST, POLL_ABANDONED = 50e-6, 1e-3, 10e-3
+"""Seconds between two polls: right after a post; at most; and at most while only ended transfers have posted chunks."""
 
 WORKED = 4
 """A check has moved bytes, as over TCP, if it took at least this many times the CPU time of the cheapest check (3 and
-15 to 300 microseconds). The next check follows at once; a network card, which moves bytes without checks, is not
-checked more often."""
+15 to 300 microseconds). The next check follows at once; a network card, which moves bytes alone, is checked as ever."""
 
 CHECKS_AT_ONCE = 8
 """The most checks of a peer without a pause, before other peers have their turn."""
@@ -38,8 +33,7 @@ COPIED = 64 << 10
 """Bytes of a chunk from which its post shows whether posts copy."""
 
 COPIES = 4
-"""Posts in a row, at least, that were done when they returned, where posts copy. Over TCP some posts are, by chance;
-over CMA the first post may not be."""
+"""Posts in a row, at least, that were done when they returned, where posts copy. Over TCP some are, by chance."""
 
 STALLED = 0.25
 """Seconds without an arriving chunk after which a peer counts as stalled."""
@@ -49,13 +43,10 @@ CARD_FENCE = 1.0
 thread of the source takes part, so the end of the agent harms no process, and a chunk takes milliseconds."""
 
 LATE = 20e-3
-"""Seconds without an arriving chunk after which polling backs off. Not before, since polling also moves a TCP read
-on."""
+"""Seconds without an arriving chunk after which polling backs off; it also moves a TCP read on."""
 
 
 class LinkState(enum.Enum):
-    """How far the connection to a peer is."""
-
     NEW = "new"
     WARMING = "warming"
     """The peer has not answered the first read yet."""
@@ -84,8 +75,8 @@ class Link:
         """Work for the peer that has come since the link is broken or leaving: for the next link."""
         self.posted: list[PostedChunk] = []
         """Chunks, and the first read, which counts no bytes."""
-        self.moved = 0
-        """Bytes that have arrived."""
+        self.moved = self._in_flight = 0
+        """Bytes that have arrived, and bytes that are posted and have not."""
         self._copied = 0
         """Posts in a row that were done when they returned."""
         self._agent = agent
@@ -95,13 +86,11 @@ class Link:
         self._cpu_time = cpu_time
         self._added = False
         self._opened_at = clock()
-        self._in_flight = 0
-        self._busy_since = 0.0
-        """When a chunk last arrived, or was posted while no other was under way."""
+        self._busy_since = self._poll_at = 0.0
+        """When a chunk last arrived, or was posted while no other was under way; when the next poll is due."""
         self._cheapest = math.inf
         """CPU seconds of the cheapest check so far."""
         self._pause = POLL_FIRST
-        self._poll_at = 0.0
 
     def flowing(self, now: float) -> int:
         """Bytes posted and not seen DONE; 0 while the peer has stalled, so that it takes no room from others (R10)."""
@@ -132,8 +121,7 @@ class Link:
         return any(at is not None and at < now - self._fence for at in ended)
 
     def fence_at(self) -> float | None:
-        """When the agent may be destroyed as far as this peer is concerned; None: at once. Reads that gave an error do
-        not count: their connection is gone."""
+        """When the agent may be destroyed as for this peer; None: at once. Lost reads have no connection any more."""
         ended = [chunk.owner.ended_at for chunk in self._answering()]
         return max(((self._clock() if at is None else at) + self._fence for at in ended), default=None)
 
@@ -176,7 +164,6 @@ class Link:
         return False
 
     def step_back(self) -> None:
-        """Tell all queued work that no chunk is taken for now."""
         for work in self.queued:
             work.step_back()
 
@@ -247,13 +234,9 @@ class Link:
         for chunk in posted:
             chunk.owner.fenced()
 
-    def fail_waiting(self, error: KvferryError) -> None:
-        """Fail the work that waits for this link to be dropped."""
-        _fail(self.waiting, error)
-
     def fail_all(self, error: KvferryError) -> None:
-        _fail(self.queued, error)
-        _fail(self.waiting, error)
+        fail(self.queued, error)
+        fail(self.waiting, error)
         for chunk in tuple(self.posted):
             chunk.owner.fail(error)
 
@@ -327,7 +310,7 @@ class Link:
         if self.state is not LinkState.BROKEN:
             logger.info("peer %s is broken: %s", self.info.name, error)
         self.state = LinkState.BROKEN
-        _fail(self.queued, self._failed(error))
+        fail(self.queued, self._failed(error))
 
     def _failed(self, error: KvferryError) -> KvferryError:
         """The error for the transfer: NIXL's as a `TransferFailed`, others unchanged."""
@@ -353,7 +336,7 @@ class Link:
             logger.warning("peer %s: the handle of an ended read was not released: %s", self.info.name, error)
 
 
-def _fail(works: deque[PeerWork], error: KvferryError) -> None:
+def fail(works: deque[PeerWork], error: KvferryError) -> None:
     while works:
         works.popleft().owner.fail(error)
 

@@ -23,8 +23,8 @@ from kvferry._clock import LONGEST
 from kvferry._logs import Log
 from kvferry._transport.nixl_agent import AgentInfo, NixlError, ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.peer_link import Link, LinkState
-from kvferry._transport.peer_work import PeerWork, as_kvferry_error
+from kvferry._transport.peer_link import Link, LinkState, fail
+from kvferry._transport.transfer import PeerWork, as_kvferry_error
 from kvferry.errors import KvferryError, TransferFailed
 
 logger = Log(__name__)
@@ -42,20 +42,16 @@ FAILURES = 3
 """Unexpected errors of a thread after which it no longer waits for posted chunks."""
 
 Message: TypeAlias = PeerWork | AgentInfo | str
-"""Work to be posted, a peer to be added before it is needed, or the name of a peer to be dropped as soon as all reads
-from it have ended and are quiet."""
+"""Work to be posted, a peer to be added, or the name of a peer to be dropped when all reads from it are quiet."""
 
 _living: weakref.WeakSet[ReadingThread] = weakref.WeakSet()
 
 
 class ReadingThread:
-    """One reading agent, and its thread.
+    """One reading agent, and its thread. `send`, `wake` and `close` may be called from any thread and never wait.
 
-    Threading: `send`, `wake` and `close` may be called from any thread and never wait.
-
-    `make` makes the agent, on the thread. `may_retire` is asked before the agent is retired; if False, the agent
-    stays as it is. `moved_on` is called with each piece of unposted work when the agent is retired, and `gone` when the
-    thread has ended, with whether all that it posted is quiet.
+    `make` makes the agent, on the thread. `may_retire` is asked before the agent is retired. `moved_on` is called with
+    each unposted work of a retired agent, and `gone` at the thread's end, with whether all that it posted is quiet.
     """
 
     def __init__(
@@ -70,27 +66,25 @@ class ReadingThread:
         make: Callable[[], ReadingAgent],
     ) -> None:
         self.name = name
-        self.retired = False
+        self.process = os.getpid()
         self.moved = 0
         """Bytes that have arrived."""
+        self.refusal: KvferryError | None = None
+        """The error that prevented making the agent."""
+        self.accepting = True
+        """Whether messages are accepted. Changed with the lock held, so that no message is added afterwards."""
+        self.retired = self._closing = self._parking = False
         self._options = options
         self._clock = clock
         self._may_retire = may_retire
         self._moved_on = moved_on
         self._gone = gone
         self._make = make
-        self.accepting = True
-        """Whether messages are accepted. Changed with the lock held, so that no message is added afterwards."""
         self._lock = threading.Lock()
         self._inbox: deque[Message] = deque()
         """Messages that were not handled yet."""
         self._wake = threading.Event()
         """Set when a message has come, or the transfers are to be looked at."""
-        self.refusal: KvferryError | None = None
-        """The error that prevented making the agent."""
-        self._closing = False
-        self._parking = False
-        self.process = os.getpid()
         self._out_of_nixl = threading.Event()
         self._made = threading.Event()
         """Set when the agent is made, or making it has failed."""
@@ -104,8 +98,7 @@ class ReadingThread:
         self._thread.start()
 
     def send(self, message: Message) -> bool:
-        """Send a message. Returns False if the agent is retired or closed, and nothing was done. If no agent could be
-        made, work fails."""
+        """Send a message. Returns False, with nothing done, if the agent is retired or closed."""
         with self._lock:
             if self.accepting:
                 self._inbox.append(message)
@@ -145,18 +138,13 @@ class ReadingThread:
             raise self.refusal
 
     def join(self, timeout: float) -> bool:
-        """Wait for the thread's end. Returns whether it has ended."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def copies(self, info: AgentInfo) -> bool:
-        """Whether posts to this peer return only when their bytes have arrived, by experience."""
-        link = self._link_to(info)
-        return link is not None and link.copies
-
-    def ready(self, info: AgentInfo) -> bool:
-        link = self._link_to(info)
-        return link is not None and link.state is LinkState.READY
+    def link_to(self, info: AgentInfo) -> Link | None:
+        """The link to this peer; None if there is no link, or one to another agent of the same name."""
+        link = self._by_name.get(info.name)
+        return link if link is not None and link.info.metadata_sha256 == info.metadata_sha256 else None
 
     @property
     def peer_count(self) -> int:
@@ -170,14 +158,8 @@ class ReadingThread:
     def _links(self) -> tuple[Link, ...]:
         return tuple(self._by_name.values())
 
-    def _link_to(self, info: AgentInfo) -> Link | None:
-        """The link to this peer; None if there is no link, or one to another agent of the same name."""
-        link = self._by_name.get(info.name)
-        return link if link is not None and link.info.metadata_sha256 == info.metadata_sha256 else None
-
     def _run(self) -> None:
         agent: ReadingAgent | None = None
-        quiet = True
         try:
             agent = self._make()
         except Exception as error:
@@ -196,11 +178,10 @@ class ReadingThread:
     def _work_on(self, agent: ReadingAgent) -> None:
         for _ in range(FAILURES):
             try:
-                self._work(agent)
-                return
+                return self._work(agent)
             except BaseException as error:
-                # Includes a callback's `SystemExit`. All work fails, but the thread waits for posted chunks: destroying
-                # an agent while it reads can kill a source.
+                # Also a callback's `SystemExit`. All work fails, but posted chunks are waited for: destroying an agent
+                # while it reads can kill a source.
                 self._fail(self._failed(error))
                 self._closing = True
 
@@ -211,8 +192,7 @@ class ReadingThread:
     def _work(self, agent: ReadingAgent) -> None:
         while True:
             if self._parking:
-                # The agent is not destroyed: while it reads, that could kill the source. The system closes its
-                # connections.
+                # The system closes the agent's connections. To destroy it while it reads could kill the source.
                 self._out_of_nixl.set()
                 time.sleep(LONGEST)
             busy = self._handle_messages(agent)
@@ -282,15 +262,14 @@ class ReadingThread:
         return busy
 
     def _add(self, agent: ReadingAgent, info: AgentInfo) -> Link:
-        """The link to the peer of this name, added if there is none. The link is opened later, when all work that has
-        come for the peer is attached: if opening fails, all this work fails."""
+        """The link to the peer of this name, added if there is none, and opened after all its work is attached."""
         link = self._by_name.get(info.name)
         if link is None:
             link = self._by_name[info.name] = Link(info, agent, self._options, self._clock)
         return link
 
     def _attach(self, agent: ReadingAgent, work: PeerWork) -> None:
-        """Queue work for its peer, which is added if needed. If that is impossible, the work fails."""
+        """Queue work for its peer, or let it fail."""
         try:
             for space in work.spaces:
                 agent.add_space(space)
@@ -317,10 +296,9 @@ class ReadingThread:
                 for work in link.waiting:
                     self._attach(agent, work)
                     self._news = True
-        if not self.retired and now >= self._retire_at:
-            given_up = [link for link in self._links if link.lost or link.stuck(now)]
-            if given_up:
-                self._retire(given_up, now)
+        given_up = [link for link in self._links if link.lost or link.stuck(now)]
+        if given_up and not self.retired and now >= self._retire_at:
+            self._retire(given_up, now)
         if self.retired:
             # Such work may wait for a slot that only the end of this agent gives back.
             self._move_on((link.queued for link in self._links), now, blocked=True)
@@ -332,7 +310,7 @@ class ReadingThread:
             self._retire_at = now + RETIRE_AGAIN
             error = TransferFailed(f"peers {names}: reads from them are uncertain, and too many agents are retired")
             for link in given_up:
-                link.fail_waiting(error)
+                fail(link.waiting, error)
             return
         logger.warning("reading agent %s is retired: reads from %s are uncertain", self.name, names)
         unhandled = deque(self._last_works())
@@ -356,8 +334,7 @@ class ReadingThread:
             return False
         if any(link.queued or link.waiting for link in self._links):
             return False
-        fences = [link.fence_at() for link in self._links]
-        return all(fence is None or now > fence for fence in fences)
+        return all(fence is None or now > fence for fence in [link.fence_at() for link in self._links])
 
     def _sleep(self, now: float) -> None:
         """Wait until something is due or a message comes."""
@@ -365,9 +342,8 @@ class ReadingThread:
         if self._news:
             alarms.append(self._settle_at)
         if not self.retired and any(link.lost for link in self._links):
-            alarms.append(max(now, self._retire_at))
-        until = min(alarms, default=None)
-        self._wake.wait(None if until is None else min(max(0.0, until - now), threading.TIMEOUT_MAX))
+            alarms.append(self._retire_at)
+        self._wake.wait(min(max(0.0, min(alarms) - now), threading.TIMEOUT_MAX) if alarms else None)
 
     def _fail(self, error: KvferryError) -> None:
         for work in self._last_works():
@@ -377,8 +353,7 @@ class ReadingThread:
 
     def _destroy(self, agent: ReadingAgent) -> bool:
         links = self._links
-        fenced = agent.destroy()
-        if not fenced and not all(link.quiet for link in links):
+        if not agent.destroy() and not all(link.quiet for link in links):
             logger.error("reading agent %s was not destroyed: its posted reads stay uncertain", self.name)
             return False
         self._by_name.clear()
@@ -388,8 +363,7 @@ class ReadingThread:
 
 
 def _park_all() -> None:
-    """Wait until no reading thread of this process is inside NIXL: at exit the interpreter kills daemon threads
-    anywhere, and killing a thread inside C++ aborts the process."""
+    """Wait until no reading thread is inside NIXL: to kill a thread inside C++, at exit, aborts the process."""
     here = os.getpid()
     threads = [thread for thread in tuple(_living) if thread.process == here]
     for event in [thread.park() for thread in threads]:

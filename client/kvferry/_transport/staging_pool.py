@@ -19,8 +19,7 @@ from kvferry._arguments import check_fields
 from kvferry._memory.access import StagingSpace, StillCopying
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.peer_work import Chunk, PeerWork, as_kvferry_error, divide
-from kvferry._transport.transfer import Transfer
+from kvferry._transport.transfer import Chunk, PeerWork, Transfer, as_kvferry_error, divide
 from kvferry.errors import InvalidField, KvferryError
 from kvferry.planner.descriptors import MemoryPair
 from kvferry.planner.path_choice import Costs, Path
@@ -82,10 +81,8 @@ class StagingPool:
         self._waiting: deque[StagedWork] = deque()
 
     def acquire(self, work: StagedWork) -> int | None:
-        """A slot's address; None if no slot is free for the work's source, or other work came before.
-
-        Work that got None waits: it asks again when `freed` was called, or steps back (`leave`).
-        """
+        """A slot's address; None if no slot is free for the work's source, or other work came before. Then the work
+        waits: it asks again when `freed` was called, or steps back (`leave`)."""
         with self.lock:
             # A transfer that has ended needs no slot; its work is about to leave.
             wanting = (other for other in (*self._waiting, work) if other.owner.ended_at is None)
@@ -170,8 +167,8 @@ class StagedWork(PeerWork):
             self.blocked = True
             return None
         batch, self._next = self._next, None
-        memory, region = batch.read.lane.memory, self.pool.space.region
-        into = MemoryPair(memory.source_kind, memory.source_device, region.memory_kind, region.device)
+        region = self.pool.space.region
+        into = MemoryPair(batch.read.lane.memory.source, (region.memory_kind, region.device))
         try:
             descriptors = batch.descriptors(slot, into)
             whole = batch.staged_bytes <= options.chunk_bytes and descriptors.count <= options.chunk_descriptors
@@ -213,7 +210,7 @@ class _Arrival:
         self._missing = chunks
         """Chunks that have not landed."""
         self._using = 0
-        """Chunks that may write, and the permutation, that use the slot."""
+        """Chunks that may write to the slot, and the permutation."""
         self._given_up = False
 
     @property

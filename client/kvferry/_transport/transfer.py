@@ -1,9 +1,9 @@
-"""The state of a transfer, from its first chunk until nothing can write to its destination any more.
+"""Transfers, and their work divided into chunks.
 
 A `Transfer` is one rank's share of a read. It goes PENDING → MOVING → DONE, FAILED, CANCELLED or EXPIRED. Beside the
 state there is `quiet`: the transfer has ended and nothing can write to its destination any more. A transfer that has
 ended and is not quiet is UNCERTAIN; when it becomes quiet it is QUIESCED, and only then may its blocks be used again
-(R4). Bytes that arrive after the end change no state.
+(R4). Bytes that arrive after the end change no state. `PeerWork` is what a transfer reads from one peer.
 
 Threading: everything may be called from any thread. Only `wait` and `wait_quiet` wait, and nothing waits for NIXL
 (R11), which only the threads of `kvferry._transport.reading_thread` call.
@@ -14,11 +14,38 @@ from __future__ import annotations
 import copy
 import enum
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from typing import Protocol
 
+from kvferry._logs import Log
+from kvferry._memory.access import StagingSpace
 from kvferry._threads import guarded
-from kvferry.errors import KvferryError, TransferCancelled, TransferError, TransferExpired
+from kvferry._transport.nixl_agent import AgentInfo, ReadHandle
+from kvferry._transport.nixl_options import NixlOptions
+from kvferry.errors import KvferryError, TransferCancelled, TransferError, TransferExpired, TransferFailed
+from kvferry.planner.descriptors import Descriptors, chunks
+
+logger = Log(__name__)
+
+COPY_TIME = 10e-3
+"""Seconds of a chunk, about, where its post copies it. The thread's code then comes from memory again, in 0.3 ms."""
+
+COPY_RATE = 8e9
+DESCRIPTOR_TIME = 3e-6
+"""Bytes per second of such a copy, and seconds for each descriptor (measured over CMA)."""
+
+COPIED_CHUNKS = 4
+"""The most bytes of such a chunk, in `NixlOptions.chunk_bytes`."""
+
+SHARED_CHUNK = 1 << 20
+"""The fewest bytes of a chunk where several threads share a transfer: a chunk costs tens of microseconds of Python."""
+
+SHARED_CHUNKS = 4
+"""The fewest chunks per thread where several threads share a transfer, so that the threads end together."""
 
 
 class TransferState(enum.Enum):
@@ -127,7 +154,7 @@ class Transfer:
             self._callbacks.append((True, callback))
         self._run_due()
 
-    # The reading threads call the following methods: see `kvferry._transport.peer_work.ChunkOwner`.
+    # The reading threads call the following methods: see `ChunkOwner`.
 
     def goes_on(self) -> bool:
         """Announce a chunk that will be read into a staging slot. False: the transfer has ended, post nothing."""
@@ -173,8 +200,8 @@ class Transfer:
         self._run_due()
 
     def settle(self, now: float) -> bool:
-        """Judge the deadline, and run due callbacks. Returns whether the transfer had ended by then, so that they have
-        run: whoever drops its work must not miss an end that comes a moment later."""
+        """See `ChunkOwner`. Returns whether the transfer had ended by then, so that its callbacks have run: whoever
+        drops its work must not miss an end that comes a moment later."""
         with self._changed:
             self._judge(now)
             ended = self.state.final
@@ -212,3 +239,138 @@ class Transfer:
 
     def _run_callback(self, callback: Callable[[Transfer], None]) -> None:
         guarded(partial(callback, self), f"a callback of transfer {self.label!r}")
+
+
+class ChunkOwner(Protocol):
+    """The owner of a chunk: a transfer, or one batch of it in a staging slot. Thread-safe; calls return at once."""
+
+    @property
+    def ended_at(self) -> float | None:
+        """When the owner ended, well or not; None while it goes on."""
+
+    def begin(self) -> bool:
+        """Announce a chunk that may write from now on. False: the owner has ended, post nothing."""
+
+    def landed(self, size: int) -> None:
+        """Record that a chunk was seen DONE: it writes no more."""
+
+    def fenced(self) -> None:
+        """Record that a chunk's agent was destroyed: the chunk writes no more, and its bytes may be anything."""
+
+    def fail(self, error: KvferryError) -> None:
+        """End the owner with an error. Chunks that are neither landed nor fenced may still write."""
+
+    def settle(self, now: float) -> object:
+        """Judge the deadline, and run due callbacks."""
+
+
+def as_kvferry_error(error: Exception, failed: str) -> KvferryError:
+    """An error as a transfer reports it: an error that is not kvferry's is logged, and becomes a `TransferFailed`."""
+    if isinstance(error, KvferryError):
+        return error
+    logger.error("%s failed", failed, exc_info=error)
+    return TransferFailed(f"{failed} failed: {error!r}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """The descriptors of one NIXL handle, and their owner."""
+
+    descriptors: Descriptors
+    owner: ChunkOwner
+
+
+@dataclass(slots=True, eq=False)
+class PostedChunk:
+    """A posted chunk that was not seen DONE. `lost`: NIXL reported an error; no later answer shows that it is quiet."""
+
+    handle: ReadHandle
+    owner: ChunkOwner
+    size: int
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FirstRead:
+    """The owner of the first read from a peer. The read counts as ended when its time-out is over."""
+
+    ended_at: float
+    answered: Callable[[], None]
+
+    def begin(self) -> bool:
+        return True
+
+    def landed(self, size: int) -> None:
+        self.answered()
+
+    def fenced(self) -> None:
+        pass
+
+    def fail(self, error: KvferryError) -> None:
+        pass
+
+    def settle(self, now: float) -> None:
+        pass
+
+
+class PeerWork:
+    """What one transfer reads from one peer. If `threads` read it, each chunk goes to the first that asks for it.
+
+    `since` is when the work began to wait for the peer's first answer; `copies`, whether posts to the peer copy.
+    """
+
+    blocked = False
+    """Whether `next` returned None, but will have a chunk later; the thread is woken then."""
+
+    def __init__(
+        self,
+        owner: Transfer,
+        info: AgentInfo,
+        descriptors: Sequence[Descriptors],
+        since: float,
+        spaces: Sequence[StagingSpace] = (),
+        *,
+        copies: bool = False,
+        threads: int = 1,
+    ) -> None:
+        self.owner = owner
+        self.info = info
+        self.since = since
+        self.spaces = tuple(spaces)
+        self._descriptors = descriptors
+        self._copies = copies
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._chunks: deque[Descriptors] | None = None
+        """The chunks that no thread has taken yet; None: not divided yet."""
+
+    def step_back(self) -> None:
+        """Let other work that waits for the same staging slots go first: `next` will not be called for now."""
+
+    def next(self, options: NixlOptions) -> Chunk | None:
+        """The next chunk, to be posted now; None if there is none for now, or none any more."""
+        with self._lock:
+            if self._chunks is None:
+                # All chunks are made at once: between two copies of megabytes, each step takes ten times as long.
+                divided = partial(divide, options=options, copies=self._copies, threads=self._threads)
+                self._chunks = deque(chain.from_iterable(map(divided, self._descriptors)))
+            chunk = self._chunks.popleft() if self._chunks else None
+        return None if chunk is None else Chunk(chunk, self.owner)
+
+
+def divide(
+    descriptors: Descriptors, options: NixlOptions, *, copies: bool = False, threads: int = 1
+) -> Iterator[Descriptors]:
+    """Descriptors in chunks that suit the transport, and small enough to keep this many threads busy."""
+    if not descriptors.count:
+        return
+    total = descriptors.total_bytes
+    mean = max(1, total // descriptors.count)
+    if copies:
+        most = min(COPIED_CHUNKS * options.chunk_bytes, int(COPY_TIME / (DESCRIPTOR_TIME / mean + 1 / COPY_RATE)))
+    else:
+        # Short descriptors cost by number, so a chunk limited by bytes only would hold up everything else.
+        most = min(options.chunk_bytes, mean * options.chunk_descriptors)
+    if threads > 1:
+        most = min(most, max(SHARED_CHUNK, total // (SHARED_CHUNKS * threads)))
+    yield from chunks(descriptors, most)

@@ -23,10 +23,10 @@ from kvferry._memory.rank_memory import RankMemory
 from kvferry._transport.bounds import RegionMap, check_agent, check_descriptors
 from kvferry._transport.nixl_agent import AgentInfo, MakeReadingAgent, ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.peer_work import PeerWork, as_kvferry_error
-from kvferry._transport.reading_thread import ReadingThread
+from kvferry._transport.peer_link import LinkState
+from kvferry._transport.reading_thread import Message, ReadingThread
 from kvferry._transport.staging_pool import StagedWork, StagingOptions, StagingPool
-from kvferry._transport.transfer import Transfer, TransferState
+from kvferry._transport.transfer import PeerWork, Transfer, TransferState, as_kvferry_error
 from kvferry.errors import Closed, InvalidField
 from kvferry.geometry.plane import MemoryKind
 from kvferry.planner.expansion import SourceDescriptors
@@ -42,7 +42,6 @@ SHARED_READ = 8 << 20
 
 PEERS_KEPT = 1024
 """Peers whose check is remembered. Their metadata never change, and reads come from few peers at a time."""
-
 
 TransferPart: TypeAlias = tuple[AgentInfo, SourceDescriptors]
 """The reads of a transfer from one source rank, and that rank's agent."""
@@ -75,12 +74,10 @@ class Transport:
         self._staging = staging or StagingOptions()
         self._pools: dict[tuple[MemoryKind, int], StagingPool] = {}
         self._making_pool = threading.Lock()
-        """Held while staging memory is made, which may wait for a device. Nothing else may wait for that: an engine's
-        step that cancels a read takes the other lock."""
+        """Held while staging memory is made, which may wait for a device: an engine's step takes the other lock."""
         self._clock = clock
         self._lock = threading.Lock()
         self._closed = False
-        """No other thread is made. Set with the lock held."""
         self.places: list[ReadingThread | None] = [None] * self._options.most_reading_agents
         self._spread = self._options.reading_agents or 1
         """Threads over which peers are spread. The other threads only take part in large reads."""
@@ -88,7 +85,7 @@ class Transport:
         self._moved_before = 0
         self._agents_retired = 0
         self._peers: dict[str, tuple[AgentInfo, RegionMap]] = {}
-        """The last checked peers, by name."""
+        """The last checked peers, with their readable regions."""
         self._transfers: set[Transfer] = set()
         self._uncertain: set[Transfer] = set()
         self._quiesced = self._quarantined_bytes = 0
@@ -117,7 +114,7 @@ class Transport:
         infos: dict[str, AgentInfo] = {}
         local = self._map
         if spaces:
-            local = RegionMap("this rank", (*self._map.regions, *(space.region for space in spaces)))
+            local = RegionMap("this rank", (*local.regions, *(space.region for space in spaces)))
         for peer, part in parts:
             info = infos.setdefault(peer.name, peer)
             if info is not peer and info != peer:
@@ -143,16 +140,14 @@ class Transport:
         return transfer
 
     def pool(self, kind: MemoryKind, device: int) -> StagingPool:
-        """The staging memory of an address space; made when first needed. Raises `InvalidField` if no tensor of this
-        device is known."""
+        """The staging memory of an address space, made when needed. Raises `InvalidField` for an unknown device."""
         with self._making_pool:
             pool = self._pools.get((kind, device))
             if pool is None:
                 options, memory = self._staging, self._memory.at(kind, device)
                 if memory is None:
-                    raise InvalidField(
-                        "device", device, f"one that a registered tensor lies on: {sorted(self._memory.devices)}"
-                    )
+                    expected = f"one that a registered tensor lies on: {sorted(self._memory.devices)}"
+                    raise InvalidField("device", device, expected)
                 space = memory.allocate(options.slot_bytes * options.slots)
                 pool = StagingPool(space, options.slot_bytes, self._wake)
                 with self._lock:
@@ -160,11 +155,9 @@ class Transport:
             return pool
 
     def warm(self, peer: AgentInfo) -> None:
-        """Connect to a peer ahead of the first read. Returns at once; a failed connection shows in the read. Raises
-        `BadAgentMetadata` and `Closed` as `start`."""
+        """Connect to a peer ahead of the first read, which shows a failure. Raises `BadAgentMetadata` and `Closed`."""
         self._checked(peer)
-        while not self.thread_of(peer.name).send(peer):
-            pass
+        self._send(peer.name, peer)
 
     def prepare(self, timeout: float = 0.0) -> None:
         """Make the reading agents ahead of the first read: importing NIXL and making an agent take most of a second.
@@ -215,8 +208,7 @@ class Transport:
         """Cancel the transfers that have not ended, and end the agents once all is quiet. Idempotent.
 
         Waits at most `timeout` seconds; returns whether all is quiet and every agent has ended. An agent with a stuck
-        read is destroyed in the background, when the fence time is over: destroying an agent while it reads can kill
-        its source.
+        read is destroyed in the background, when the fence time is over: earlier, that could kill its source.
         """
         until = self._clock() + timeout
         with self._lock:
@@ -227,11 +219,10 @@ class Transport:
         threads = self._all_threads()
         for thread in threads:
             thread.close()
-        ended = [thread.join(max(0.0, until - self._clock())) for thread in threads]
-        return all(ended)
+        return all(thread.join(max(0.0, until - self._clock())) for thread in threads)
 
     def _checked(self, peer: AgentInfo) -> RegionMap:
-        """A peer's readable regions; raises `BadAgentMetadata` if its metadata are not the announced ones."""
+        """A peer's readable regions; raises `BadAgentMetadata`."""
         known = self._peers.get(peer.name)
         if known is not None and known[0] is peer:
             return known[1]
@@ -249,7 +240,8 @@ class Transport:
         size = sum(some.total_bytes for some in part.descriptors)
         if size:
             home = self.places[self._place_of(peer.name)]
-            copies = home is not None and home.copies(peer)
+            link = None if home is None else home.link_to(peer)
+            copies = link is not None and link.copies
             helpers = self._helpers(peer) if copies and size >= SHARED_READ else []
             shared = 1 + len(helpers)
             work = PeerWork(transfer, peer, part.descriptors, self._clock(), spaces, copies=copies, threads=shared)
@@ -259,11 +251,9 @@ class Transport:
                 helper.send(work)
         by_space: dict[tuple[MemoryKind, int], list[StagedRead]] = {}
         for staged in part.staged:
-            memory = staged.lane.memory
-            by_space.setdefault((memory.destination_kind, memory.destination_device), []).append(staged)
+            by_space.setdefault(staged.lane.memory.destination, []).append(staged)
         for space, reads in by_space.items():
-            work = StagedWork(transfer, peer, reads, self.pool(*space), self._clock())
-            self._submit(work)
+            self._submit(StagedWork(transfer, peer, reads, self.pool(*space), self._clock()))
 
     def _ended(self, transfer: Transfer) -> None:
         with self._lock:
@@ -279,13 +269,16 @@ class Transport:
                 self._quiesced += 1
 
     def _submit(self, work: PeerWork) -> None:
-        """Hand work to the thread that reads from its peer. If there is no such thread, the work fails and nothing is
-        raised: a retired thread hands on its unposted work here, and must go on."""
+        """Hand work to the thread that reads from its peer. The work fails if there is none, and nothing is raised: a
+        retired thread, which hands on its work here, must go on."""
         try:
-            while not self.thread_of(work.info.name).send(work):
-                pass
+            self._send(work.info.name, work)
         except Exception as error:
             work.owner.fail(as_kvferry_error(error, f"the start of transfer {work.owner.label!r}"))
+
+    def _send(self, peer_name: str, message: Message) -> None:
+        while not self.thread_of(peer_name).send(message):
+            pass
 
     def _wake(self) -> None:
         for thread in self._all_threads():
@@ -319,29 +312,24 @@ class Transport:
             return thread
 
     def _helpers(self, peer: AgentInfo) -> list[ReadingThread]:
-        """The other threads that take part in a large read from a peer: those connected to the peer. The rest connect
-        meanwhile, for the next read."""
+        """The other threads that take part in a large read: those connected to the peer. The rest connect meanwhile."""
         home = self._place_of(peer.name)
         ready = []
-        for place in range(len(self.places)):
-            helper = None if place == home else self._helper_at(place)
-            if helper is not None and helper.ready(peer):
+        for place, known in enumerate(self.places):
+            # Where no agent could be made, another attempt takes long, and is not worth it for each large read.
+            if place == home or (known is not None and known.refusal is not None):
+                continue
+            try:
+                helper = self._thread_at(place)
+            except Exception as error:
+                logger.info("large reads are not shared with another thread: %r", error)
+                continue
+            link = helper.link_to(peer)
+            if link is not None and link.state is LinkState.READY:
                 ready.append(helper)
-            elif helper is not None:
+            else:
                 helper.send(peer)
         return ready
-
-    def _helper_at(self, place: int) -> ReadingThread | None:
-        """A thread that may take part in reads; None: no thread can be had, and reads go on without it."""
-        known = self.places[place]
-        if known is not None and known.refusal is not None:
-            # Another attempt takes long, and is not worth it for each large read.
-            return None
-        try:
-            return self._thread_at(place)
-        except Exception as error:
-            logger.info("large reads are not shared with another thread: %r", error)
-            return None
 
     def _may_retire(self) -> bool:
         with self._lock:

@@ -22,8 +22,7 @@ from kvferry.geometry.plane import Interval, Plane, TokenShard
 from kvferry.planner.line_rule import RankHolding, ReadShare, Stripe, effort, shares
 
 MAX_CELLS = 1 << 20
-"""Units times states of a block of one plane: these are enumerated to find its contiguous rows. 128 heads of 8,192
-tokens fit; more would fill the memory of the process that plans."""
+"""Units times states of a block of one plane, which are enumerated to find its rows: 128 heads of 8,192 tokens."""
 
 MAX_RANK_CELLS = 1 << 23
 """The same for all planes that one rank reads: five times 1,056 tokens of 8 heads in 96 layers, keys and values."""
@@ -120,27 +119,23 @@ class Indexed:
 
     def __init__(self, engine: EngineGeometry) -> None:
         self.engine = engine
-        planes: dict[str, dict[int, Plane]] = {}
+        by_name: dict[str, dict[int, Plane]] = {}
         for rank, plane in engine.planes():
-            planes.setdefault(plane.name, {})[rank.rank] = plane
+            by_name.setdefault(plane.name, {})[rank.rank] = plane
+        self.named: dict[str, _Named] = {}
         numbers: dict[tuple[object, ...], int] = {}
         known: dict[tuple[object, ...], Holdings] = {}
-        self.named = {name: _named(of, numbers, known) for name, of in planes.items()}
-
-
-def _named(
-    planes: Mapping[int, Plane], numbers: dict[tuple[object, ...], int], known: dict[tuple[object, ...], Holdings]
-) -> _Named:
-    kinds: dict[object, tuple[int, Plane]] = {}
-    for rank, plane in planes.items():
-        kinds.setdefault(_signature(plane), (rank, plane))
-    # Found by the identity of values that decoded planes share: their hash is slow.
-    shared = tuple((rank, id(plane.units), id(plane.token_shard)) for rank, plane in planes.items())
-    if shared not in known:
-        ranks = tuple(RankHolding(rank, plane.units, plane.token_shard) for rank, plane in planes.items())
-        known[shared] = known.setdefault(ranks, Holdings(ranks))
-    number = numbers.setdefault(tuple(kinds), len(numbers))
-    return _Named(planes, tuple(kinds.values()), number, known[shared])
+        for name, planes in by_name.items():
+            kinds: dict[object, tuple[int, Plane]] = {}
+            for number, plane in planes.items():
+                kinds.setdefault(_signature(plane), (number, plane))
+            # Found by the identity of values that decoded planes share: their hash is slow.
+            shared = tuple((number, id(plane.units), id(plane.token_shard)) for number, plane in planes.items())
+            if shared not in known:
+                ranks = tuple(RankHolding(number, plane.units, plane.token_shard) for number, plane in planes.items())
+                known[shared] = known.setdefault(ranks, Holdings(ranks))
+            alike = numbers.setdefault(tuple(kinds), len(numbers))
+            self.named[name] = _Named(planes, tuple(kinds.values()), alike, known[shared])
 
 
 class Coverer:
@@ -173,10 +168,13 @@ class Coverer:
                     problem = "are held by no rank of the source, which has no such plane"
                     mismatches.append(_uncovered("uncovered", plane, (plane.units,), problem, ""))
                 continue
-            differing = self._differing(offered, plane)
-            if differing:
-                mismatches.extend(differing)
-                continue
+            signature = offered.alike, _signature(plane)
+            if signature not in self._fine:
+                differing = list(_mismatches(offered.kinds, plane, self._group_kinds[plane.group]))
+                if differing:
+                    mismatches.extend(differing)
+                    continue
+                self._fine.add(signature)
             shared = self._shares(offered, rank.rank, plane)
             if shared is None:
                 holders = len(offered.holdings.ranks)
@@ -198,7 +196,7 @@ class Coverer:
                 what = f"up to {plane.name}, blocks have {cells} units times states, more than {MAX_RANK_CELLS}"
                 mismatches.append(_too_large(plane, what))
                 break
-            places += sum(_places(read.source) + _places(plane) for read in made)
+            places += sum(prod(count for _, count in side.apart) for read in made for side in (read.source, plane))
             if places > MAX_RANK_PLACES:
                 what = f"up to {plane.name}, blocks are in {places} places, more than {MAX_RANK_PLACES}"
                 mismatches.append(_too_large(plane, what))
@@ -207,15 +205,6 @@ class Coverer:
         left = set(uncovered)
         check_apart(self._groups, rank.rank, [plane for plane in rank.planes if plane.name not in left])
         return Covering(tuple(reads), tuple(uncovered), tuple(mismatches))
-
-    def _differing(self, offered: _Named, plane: Plane) -> list[Mismatch]:
-        key = (offered.alike, _signature(plane))
-        if key in self._fine:
-            return []
-        found = list(_mismatches(offered.kinds, plane, self._group_kinds[plane.group]))
-        if not found:
-            self._fine.add(key)
-        return found
 
     def _shares(
         self, offered: _Named, rank: int, plane: Plane
@@ -280,18 +269,12 @@ def _differs(group: str, field: str, theirs: str, ours: str) -> Mismatch:
     return Mismatch("group", group, field, theirs, ours, message)
 
 
-def _places(plane: Plane) -> int:
-    """The number of stretches of bytes in which a block of a plane lies."""
-    return prod(count for _, count in plane.apart)
-
-
 def _too_large(plane: Plane, message: str) -> Mismatch:
     return Mismatch("too_large", plane.name, "block_states", "", str(plane.block_states), message)
 
 
 def _mismatches(offered: Iterable[tuple[int, Plane]], wanted: Plane, kind: GroupKind) -> Iterator[Mismatch]:
-    """Every compared field in which a source plane differs from the destination's, once per pair of values, or every
-    other reason why the plane cannot be read."""
+    """Every compared field that differs, once per pair of values; or every other reason against reading the plane."""
     fields = [*COMPARED]
     if kind is GroupKind.STATE:
         fields.append("block_states")
@@ -308,38 +291,30 @@ def _mismatches(offered: Iterable[tuple[int, Plane]], wanted: Plane, kind: Group
             theirs, ours = str(getattr(plane, name)), str(getattr(wanted, name))
             if (name, theirs) not in seen:
                 seen.add((name, theirs))
-                yield _field_mismatch(wanted, name, rank, theirs, ours)
+                message = f"{wanted.name}: {name} is {theirs} at the source (rank {rank}), {ours} at the destination"
+                if name == "token_granule":
+                    message += "; pages of this format cannot be cut to fit"
+                yield Mismatch(_KINDS.get(name, "plane"), wanted.name, name, theirs, ours, message)
     if not seen:
-        found: dict[Mismatch, None] = {}
-        for plane in alike:
-            for of in (wanted, plane):
-                cells = of.block_states * len(of.units)
-                if cells > MAX_CELLS:
-                    message = f"{of.name}: a block has {cells} units times states, more than {MAX_CELLS}"
-                    found[_too_large(of, message)] = None
-            found |= dict.fromkeys(_shard_mismatch(plane, wanted))
-        yield from found
+        yield from dict.fromkeys(mismatch for plane in alike for mismatch in _uncuttable(plane, wanted))
 
 
-def _field_mismatch(wanted: Plane, name: str, rank: int, theirs: str, ours: str) -> Mismatch:
-    message = f"{wanted.name}: {name} is {theirs} at the source (rank {rank}), {ours} at the destination"
-    if name == "token_granule":
-        message += "; pages of this format cannot be cut to fit"
-    return Mismatch(_KINDS.get(name, "plane"), wanted.name, name, theirs, ours, message)
-
-
-def _shard_mismatch(source: Plane, wanted: Plane) -> list[Mismatch]:
-    """The mismatch if token shards differ and cut through a granule or a state; else empty."""
+def _uncuttable(source: Plane, wanted: Plane) -> Iterator[Mismatch]:
+    """The reasons why planes of equal fields cannot be cut to fit: their blocks are too large to be enumerated, or
+    their token shards differ and cut through a granule or a state."""
+    for plane in (wanted, source):
+        cells = plane.block_states * len(plane.units)
+        if cells > MAX_CELLS:
+            message = f"{plane.name}: a block has {cells} units times states, more than {MAX_CELLS}"
+            yield _too_large(plane, message)
     mine, theirs = wanted.token_shard, source.token_shard
     if (mine.count, mine.interleave) == (theirs.count, theirs.interleave):
-        return []
+        return
     granule_tokens = wanted.token_granule * wanted.tokens_per_state
-    turns = [shard.interleave for shard in (mine, theirs) if shard.count > 1]
-    if all(turn % granule_tokens == 0 for turn in turns):
-        return []
-    held = f"the source holds {theirs}, the destination {mine}"
-    message = f"{wanted.name}: {held}, but {granule_tokens} tokens are one piece"
-    return [Mismatch("granule", wanted.name, "token_shard", str(theirs), str(mine), message)]
+    if any(shard.interleave % granule_tokens for shard in (mine, theirs) if shard.count > 1):
+        held = f"the source holds {theirs}, the destination {mine}"
+        message = f"{wanted.name}: {held}, but {granule_tokens} tokens are one piece"
+        yield Mismatch("granule", wanted.name, "token_shard", str(theirs), str(mine), message)
 
 
 def _some(intervals: Sequence[Interval]) -> str:
@@ -390,8 +365,7 @@ def _lacking(held: tuple[RankHolding, ...], size: int) -> tuple[Interval, ...]:
     for one in held:
         changes.setdefault(one.units.begin, []).append((one.tokens, 1))
         changes.setdefault(one.units.end, []).append((one.tokens, -1))
-    # For the units from `reached` on: the ranks that hold each shard, the shards held of each split, and the number of
-    # splits held whole.
+    # From `reached` on: the ranks that hold each shard, the shards held of each split, and the splits held whole.
     holders: Counter[TokenShard] = Counter()
     shards: Counter[tuple[int, int]] = Counter()
     reached = whole = 0

@@ -3,8 +3,6 @@
 A descriptor is one contiguous ``(source address, destination address, length)``. Most reads have the same rows of bytes
 in each of many blocks: a list of descriptors has rows, and runs of blocks, and a descriptor for each row and run. So
 checking a list and dividing it into chunks takes as long as there are rows and runs; only NIXL gets each descriptor.
-
-Pure: no I/O, no NIXL.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,30 +21,20 @@ Addresses: TypeAlias = npt.NDArray[np.uint64]
 
 _NO_OFFSET = np.zeros(1, np.uint64)
 _ONCE = np.ones(1, np.uint64)
-for _shared in (_NO_OFFSET, _ONCE):
-    _shared.flags.writeable = False
+_NO_OFFSET.flags.writeable = _ONCE.flags.writeable = False
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPair:
-    """The two address spaces of a descriptor list; NIXL takes one pair per list."""
+class MemoryPair(NamedTuple):
+    """The two address spaces of a descriptor list, kind and device each; NIXL takes one pair per list."""
 
-    source_kind: MemoryKind
-    source_device: int
-    destination_kind: MemoryKind
-    destination_device: int
-
-    @property
-    def spaces(self) -> tuple[tuple[MemoryKind, int], tuple[MemoryKind, int]]:
-        """Kind and device of the source and of the destination."""
-        return (self.source_kind, self.source_device), (self.destination_kind, self.destination_device)
+    source: tuple[MemoryKind, int]
+    destination: tuple[MemoryKind, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockRows:
     """Rows that each block has, as NIXL can prepare them once per peer; compared by identity. `source`, `destination`
-    and `length` are those in block 0, ``uint64[rows]``; blocks have strides in bytes, and each side its number of
-    blocks."""
+    and `length` are those in block 0, ``uint64[rows]``; strides are in bytes."""
 
     source: Addresses
     destination: Addresses
@@ -64,13 +52,14 @@ class BlockRows:
     def whole(self, memory: MemoryPair) -> Descriptors:
         """The rows of the first block and of the last one of each side."""
         last = (self.source_blocks - 1) * self.source_stride, (self.destination_blocks - 1) * self.destination_stride
-        runs = (np.array(column, np.uint64) for column in ((0, last[0]), (0, last[1]), (1, 1)))
+        runs = np.array([(0, last[0]), (0, last[1]), (1, 1)], np.uint64)
         return Descriptors(memory, self.source, self.destination, self.length, *runs)
 
     def list_of(self, memory: MemoryPair, side: Literal["source", "destination"]) -> Addresses:
         """The rows of one side as NIXL prepares them, ``uint64[rows, 5]``: address, length, device, stride, count."""
         rows = np.empty((len(self.length), 5), np.uint64)
-        rows[:, 0], rows[:, 1], rows[:, 2] = getattr(self, side), self.length, getattr(memory, f"{side}_device")
+        _, device = getattr(memory, side)
+        rows[:, 0], rows[:, 1], rows[:, 2] = getattr(self, side), self.length, device
         rows[:, 3], rows[:, 4] = getattr(self, f"{side}_stride"), getattr(self, f"{side}_blocks")
         return rows
 
@@ -133,13 +122,12 @@ class Descriptors:
         )
 
     def lists(self) -> tuple[Addresses, Addresses]:
-        """The descriptors of the source, and of the destination, as NIXL's lists take them, ``uint64[n, 3]`` each:
-        address, length, device."""
+        """The descriptors of source and destination for NIXL's lists, ``uint64[n, 3]``: address, length, device."""
         both = np.empty((2, len(self.length), len(self.repeats), 3), np.uint64)
         np.add.outer(self.source, self.source_offset, out=both[0, :, :, 0])
         np.add.outer(self.destination, self.destination_offset, out=both[1, :, :, 0])
         both[:, :, :, 1] = np.multiply.outer(self.length, self.repeats)
-        both[0, :, :, 2], both[1, :, :, 2] = self.memory.source_device, self.memory.destination_device
+        both[0, :, :, 2], both[1, :, :, 2] = self.memory.source[1], self.memory.destination[1]
         return both[0].reshape(-1, 3), both[1].reshape(-1, 3)
 
 
@@ -147,7 +135,7 @@ def joined(memory: MemoryPair, parts: Sequence[Descriptors]) -> Descriptors:
     """Several lists as one, of single descriptors."""
     single = [part.one_by_one() for part in parts]
     columns = zip(*((part.source, part.destination, part.length) for part in single), strict=True)
-    return Descriptors(memory, *(np.concatenate(column) for column in columns))
+    return Descriptors(memory, *map(np.concatenate, columns))
 
 
 def chunks(descriptors: Descriptors, chunk_bytes: int) -> Iterator[Descriptors]:

@@ -7,6 +7,7 @@ and runs are checked nevertheless (`footprint`), before they are joined.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,14 +18,13 @@ from kvferry.geometry.blocks import split_runs
 from kvferry.planner.descriptors import BlockRows, Descriptors, MemoryPair, joined
 from kvferry.planner.footprint import Footprint
 from kvferry.planner.lane import Lane, segments, span
-from kvferry.planner.request_blocks import GroupRequest
+from kvferry.planner.request_blocks import GroupRequest, NeededBlocks
 from kvferry.planner.rows import Int64s
 from kvferry.planner.staged_read import StagedRead, staged_read
 from kvferry.planner.token_line import Segment
 
 LONG_RUN = 4
-"""Mean run of blocks from which runs are merged here. Shorter runs are merged by NIXL, which makes a read of single
-blocks in half the time (`BlockRows`)."""
+"""Mean run of blocks from which runs are merged here. NIXL merges shorter ones, in half the time (`BlockRows`)."""
 
 OWN_LIST = 1024
 """Descriptors from which a list of rows and runs is worth its costs; fewer are listed one by one, beside others."""
@@ -38,8 +38,7 @@ MAX_DESCRIPTORS = 1 << 25
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SourceDescriptors:
-    """The reads from one source rank: `descriptors` straight into their destinations, `staged` through staging
-    memory."""
+    """The reads from one source rank: `descriptors` straight to their destinations, `staged` through staging memory."""
 
     source_rank: int
     descriptors: tuple[Descriptors, ...]
@@ -95,18 +94,17 @@ class _Collector:
 
     def __init__(self, footprints: Mapping[str, Footprint]) -> None:
         self._footprints = footprints
-        self._few: dict[tuple[int, MemoryPair], list[Descriptors]] = {}
+        self._few: dict[tuple[int, MemoryPair], list[Descriptors]] = defaultdict(list)
         """Lists that become one list of single descriptors."""
-        self._lists: dict[int, list[Descriptors]] = {}
-        self._staged: dict[int, list[StagedRead]] = {}
-        self.pieces = 0
-        self.descriptors = 0
+        self._lists: dict[int, list[Descriptors]] = defaultdict(list)
+        self._staged: dict[int, list[StagedRead]] = defaultdict(list)
+        self.pieces = self.descriptors = 0
 
     def add_staged(self, lane: Lane, found: Sequence[Segment]) -> None:
         read = staged_read(lane, found)
         if read is not None:
             self._footprints[lane.group.name].check_staged(lane.windows[0], lane.extents, read.blocks, read.pieces)
-            self._staged.setdefault(lane.source_rank, []).append(read)
+            self._staged[lane.source_rank].append(read)
             self.pieces += sum(lane.rows(segment.cut).unfused * len(segment.source) for segment in found)
             self.descriptors += read.count
 
@@ -119,8 +117,8 @@ class _Collector:
             return True
         line = lane.line
         jumps = (
-            _jumps(needed.source.ids, needed.source.first, line.source_step, begin, end),
-            _jumps(needed.destination.ids, needed.destination.first, line.destination_step, begin, end),
+            _jumps(needed.source, line.source_step, begin, end),
+            _jumps(needed.destination, line.destination_step, begin, end),
         )
         starts = np.unique(np.concatenate((np.array([begin], np.int64), *jumps)))
         blocks = -(-end // line.destination_step) - begin // line.destination_step
@@ -174,24 +172,24 @@ class _Collector:
             raise InvalidField("number of descriptors of one read", self.descriptors, expected)
         self._footprints[lane.group.name].check(*lane.windows, made)
         if is_own_list:
-            self._lists.setdefault(lane.source_rank, []).append(made)
+            self._lists[lane.source_rank].append(made)
         else:
-            self._few.setdefault((lane.source_rank, lane.memory), []).append(made)
+            self._few[lane.source_rank, lane.memory].append(made)
 
     def result(self) -> Expansion:
-        found: dict[int, list[Descriptors]] = {}
+        found: dict[int, list[Descriptors]] = defaultdict(list)
         for (rank, memory), few in self._few.items():
-            found.setdefault(rank, []).append(joined(memory, few))
+            found[rank].append(joined(memory, few))
         for rank, lists in self._lists.items():
-            found.setdefault(rank, []).extend(lists)
+            found[rank] += lists
         sources = tuple(
-            SourceDescriptors(rank, tuple(found.get(rank, ())), tuple(self._staged.get(rank, ())))
+            SourceDescriptors(rank, tuple(found[rank]), tuple(self._staged[rank]))
             for rank in sorted({*found, *self._staged})
         )
         return Expansion(sources, self.pieces, self.descriptors)
 
 
-def _jumps(ids: Int64s, first: int, step: int, begin: int, end: int) -> Int64s:
+def _jumps(blocks: NeededBlocks, step: int, begin: int, end: int) -> Int64s:
     """Positions on a line, within ``(begin, end)``, where the next block is not the next in memory."""
-    breaks = (np.flatnonzero(ids[1:] - ids[:-1] != 1) + (1 + first)) * step
+    breaks = (np.flatnonzero(blocks.ids[1:] - blocks.ids[:-1] != 1) + (1 + blocks.first)) * step
     return breaks[(breaks > begin) & (breaks < end)]

@@ -15,7 +15,6 @@ from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.geometry.model import EngineGeometry, GroupKind, RankGeometry
 from kvferry.geometry.plane import Interval, TokenShard
@@ -119,13 +118,12 @@ def _common(a: TokenShard, b: TokenShard) -> Fraction:
         return Fraction(1, a.count)
     periods = a.count * a.interleave, b.count * b.interleave
     common = math.gcd(*periods)
-    both = int((_residues(a, common) * _residues(b, common)).sum())
-    return Fraction(both, math.lcm(*periods))
-
-
-def _residues(shard: TokenShard, modulus: int) -> npt.NDArray[np.int64]:
-    held = np.arange(shard.index * shard.interleave, (shard.index + 1) * shard.interleave, dtype=np.int64)
-    return np.bincount(held % modulus, minlength=modulus)
+    # Two of their states are the same where they are equal modulo `common`.
+    mine, theirs = (
+        np.bincount((np.arange(shard.interleave) + shard.index * shard.interleave) % common, minlength=common)
+        for shard in (a, b)
+    )
+    return Fraction(int((mine * theirs).sum()), math.lcm(*periods))
 
 
 def _merges(lane: Lane, path: Path) -> bool:
@@ -141,8 +139,7 @@ def _merges(lane: Lane, path: Path) -> bool:
 
 
 def layer_order(plans: Sequence[ReadPlan]) -> dict[str, int]:
-    """The layer names of the destination engine with their positions: ordered by the numbers in the names, a draft
-    model's layers after the model's."""
+    """The destination's layer names with their positions: by the numbers in the names, a draft model's layers last."""
     names = dict.fromkeys(plane.layer for _, plane in plans[0].destination.planes()) if plans else {}
     prefixes: dict[str, int] = {}
 
@@ -250,7 +247,8 @@ def totals(plans: Sequence[ReadPlan], reads: Sequence[ReadLine]) -> dict[str, An
         **{name: sum(getattr(line, name) for line in reads) for name in COUNTS},
         "source_ranks": [
             {**_rank_json(rank), "share": round(loads[rank.rank], 6)}
-            for rank in (plans[0].source.ranks if plans else ())
+            for plan in plans[:1]
+            for rank in plan.source.ranks
         ],
         "imbalance": round(max(loads.values(), default=0.0) * len(loads), 6),
     }
@@ -281,14 +279,16 @@ def to_text(plans: Sequence[ReadPlan]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     sums = totals(plans, reads)
-    text.append("")
-    text.append(f"total        {sums['reads']} reads, {bytes_text(sums['bytes_per_token'], sums['bytes_per_request'])}")
-    text.append(
+    merging = [line.runs_merge for line in reads]
+    some = "merge in some reads" if any(merging) else "do not merge"
+    text += [
+        "",
+        f"total        {sums['reads']} reads, {bytes_text(sums['bytes_per_token'], sums['bytes_per_request'])}",
         f"descriptors  {sums['descriptors_per_block']} per block after fusing, {sums['pieces_per_block']} before; "
-        f"{_merging(reads)}"
-    )
-    text.append(f"imbalance    the busiest source rank serves {sums['imbalance']:.2f} times the mean")
-    text.extend(_paths(reads))
+        f"consecutive blocks {'merge' if all(merging) else some}",
+        f"imbalance    the busiest source rank serves {sums['imbalance']:.2f} times the mean",
+        *_paths(reads),
+    ]
     for plan in plans:
         for plane in plan.uncovered:
             text.append(f"uncovered    {plan.rank.label}: the source has no {plane}, which may stay uncovered")
@@ -325,10 +325,3 @@ def _paths(reads: Iterable[ReadLine]) -> list[str]:
         subject = f"read {numbers[0]} is" if len(numbers) == 1 else f"reads {ranges_text(numbers)} are"
         text.append(f"path         {subject} {path}: {reason}")
     return text
-
-
-def _merging(reads: Iterable[ReadLine]) -> str:
-    merging = {line.runs_merge for line in reads}
-    if merging == {True}:
-        return "consecutive blocks merge"
-    return "consecutive blocks do not merge" if merging == {False} else "consecutive blocks merge in some reads"

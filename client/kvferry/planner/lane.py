@@ -6,8 +6,7 @@ rows of a lane (`rows`) are made once, and a request adds ``id * block_stride``.
 are fused when they are made: K with V, layers of one storage.
 
 `segments` gives the states that a lane moves for a request, as few cuts with many blocks each. The pieces of one period
-of the lane's line repeat, so the pieces of a request of any length are slices of its block ids; only the two ends of
-the request are enumerated.
+of the lane's line repeat, so those of any request are slices of its block ids; only its two ends are enumerated.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial
 from math import lcm
+from typing import Any
 
 import numpy as np
 
@@ -151,15 +151,15 @@ def build_lanes(
     reads: Iterable[PlaneRead], source_groups: Mapping[str, Group], groups: Mapping[str, Group]
 ) -> tuple[Lane, ...]:
     """Gather plane reads into lanes, ordered by source rank."""
-    gathered: dict[tuple[int, Group, Stripe, MemoryPair, StateLayout, StateLayout, int, Fraction], list[PlaneRead]] = {}
+    gathered: dict[tuple[Any, ...], list[PlaneRead]] = {}
     for read in reads:
         a, b = read.source, read.destination
         group = groups[b.group]
-        memory = MemoryPair(a.memory_kind, a.device, b.memory_kind, b.device)
+        memory = MemoryPair((a.memory_kind, a.device), (b.memory_kind, b.device))
         layouts = (StateLayout.of(a, source_groups[a.group]), StateLayout.of(b, group))
         key = (read.source_rank, group, read.stripe, memory, *layouts, b.token_granule, b.tokens_per_state)
         gathered.setdefault(key, []).append(read)
-    lanes = [Lane(*key, reads=tuple(members)) for key, members in gathered.items()]
+    lanes = [Lane(*key, tuple(members)) for key, members in gathered.items()]
     return tuple(sorted(lanes, key=lambda lane: lane.source_rank))
 
 
@@ -176,21 +176,18 @@ def segments(lane: Lane, needed: GroupRequest) -> list[Segment]:
     first, last = -(-begin // period), end // period
     if first >= last:
         return _enumerated(lane, begin, end, needed)
-    found = _enumerated(lane, begin, first * period, needed) if begin < first * period else []
+    found = _enumerated(lane, begin, first * period, needed)
     for pieces in line.period_pieces:
         # A cut includes its piece's position in the period, so each cut has one piece.
         (index,), (own_index,) = pieces.source.tolist(), pieces.destination.tolist()
         source = _repeated(needed.source, index, period // line.source_step, first, last)
         destination = _repeated(needed.destination, own_index, period // line.destination_step, first, last)
         found.append(Segment(pieces.cut, source, destination))
-    if last * period < end:
-        found += _enumerated(lane, last * period, end, needed)
-    return found
+    return found + _enumerated(lane, last * period, end, needed)
 
 
 def span(lane: Lane, needed: GroupRequest) -> tuple[int, int]:
-    """The part ``[begin, end)`` of its line that a lane moves: its stripe of the needed tokens, in whole granules.
-    Raises the error of `segments`."""
+    """The part ``[begin, end)`` of its line that a lane moves, in whole granules. Raises the error of `segments`."""
     per_state, granule, token = lane.tokens_per_state, lane.granule, needed.begin
     if token < needed.required and _first_moved(lane, int(token // per_state)) < needed.floor:
         # The token that is not required cannot be moved alone. All stripes omit it, or they would not meet.
@@ -198,7 +195,12 @@ def span(lane: Lane, needed: GroupRequest) -> tuple[int, int]:
     begin, end = int(token // per_state), -int(-needed.end // per_state)
     if begin * per_state < needed.floor:
         raise _torn(lane, needed, per_state)
-    begin, end = _striped(lane, begin, end)
+    if not lane.stripe.whole:
+        # Stripes begin and end at multiples of this many states.
+        step = lcm(lane.source.block_states, lane.destination.block_states)
+        blocks = begin // step
+        low, high = lane.stripe.blocks(-(-end // step) - blocks)
+        begin, end = max(begin, (blocks + low) * step), min(end, (blocks + high) * step)
     first, last = begin, end
     if lane.line.same_tokens:
         first, last = lane.source.held_before(begin), lane.source.held_before(end)
@@ -225,17 +227,9 @@ def _torn(lane: Lane, needed: GroupRequest, tokens: Fraction) -> InvalidField:
     return InvalidField("first token", needed.floor, what)
 
 
-def _striped(lane: Lane, begin: int, end: int) -> tuple[int, int]:
-    if lane.stripe.whole:
-        return begin, end
-    # Stripes begin and end at multiples of this many states.
-    step = lcm(lane.source.block_states, lane.destination.block_states)
-    first = begin // step
-    low, high = lane.stripe.blocks(-(-end // step) - first)
-    return max(begin, (first + low) * step), min(end, (first + high) * step)
-
-
 def _enumerated(lane: Lane, begin: int, end: int, needed: GroupRequest) -> list[Segment]:
+    if begin >= end:
+        return []
     line = lane.line
     origin = begin // line.period
     # Blocks and states are counted from the period's begin: the line may be longer than numpy's integers.

@@ -7,7 +7,7 @@ incarnation; `ReadPlan.expand` then turns the block ids of each request into des
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TypeAlias
 
@@ -26,9 +26,8 @@ MAX_SIZE = 1 << 14
 """Lanes of a plan and pieces of their periods, together: twice those of the same reads from each of 4,096 ranks."""
 
 READS_KEPT = 1 << 16
-"""The most reads that all kept parts for some layers (`ReadPlan.of_layers`) have together. There are as many parts as
-steps of a chunk, or as layers that are read one after the other; more only where a reader is late, or where a source
-never names the same layers twice."""
+"""The most reads that all kept parts for some layers (`ReadPlan.of_layers`) have together. Usually there are as many
+parts as steps of a chunk, or as layers that are read one after the other."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,13 +50,13 @@ class ReadPlan:
     lanes: tuple[Lane, ...]
     paths: tuple[PathChoice, ...]
     rule: PathRule
+    _of_layers: dict[frozenset[str], ReadPlan] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def staged(self) -> frozenset[Lane]:
         """The lanes that go through staging memory."""
-        return frozenset(
-            lane for lane, choice in zip(self.lanes, self.paths, strict=True) if choice.path is Path.STAGED
-        )
+        chosen = zip(self.lanes, self.paths, strict=True)
+        return frozenset(lane for lane, choice in chosen if choice.path is Path.STAGED)
 
     def choose_paths(self, rule: PathRule) -> ReadPlan:
         """The same plan with its paths chosen by another rule."""
@@ -75,15 +74,11 @@ class ReadPlan:
         return tuple(group for group in self.destination.groups if group.name in names)
 
     def only(self, wanted: Callable[[Plane], bool]) -> ReadPlan:
-        """The part of the plan that reads the destination planes for which `wanted` is true: some layers, say. A rank
-        that reads its layers in several parts gets each byte once."""
-        reads = tuple(read for read in self.reads if wanted(read.destination))
-        lanes = [
-            replace(lane, reads=members)
-            for lane in self.lanes
-            if (members := tuple(read for read in lane.reads if wanted(read.destination)))
-        ]
-        return replace(self, reads=reads, lanes=tuple(lanes)).choose_paths(self.rule)
+        """The part of the plan that reads the destination planes for which `wanted` is true: some layers, say."""
+        kept = {id(read): read for read in self.reads if wanted(read.destination)}
+        parts = (replace(lane, reads=tuple(read for read in lane.reads if id(read) in kept)) for lane in self.lanes)
+        lanes = tuple(part for part in parts if part.reads)
+        return replace(self, reads=tuple(kept.values()), lanes=lanes).choose_paths(self.rule)
 
     @cached_property
     def layers(self) -> frozenset[str]:
@@ -101,10 +96,6 @@ class ReadPlan:
                 self._of_layers.clear()
             self._of_layers[wanted] = part
         return part
-
-    @cached_property
-    def _of_layers(self) -> dict[frozenset[str], ReadPlan]:
-        return {}
 
     @cached_property
     def groups_by_name(self) -> tuple[Mapping[str, Group], Mapping[str, Group]]:
@@ -153,10 +144,6 @@ class ReadPlan:
         """A request that is read while its source publishes it; see `expand`."""
         return RequestParts(self, destination, tokens)
 
-    def expand_needed(self, wanted: Mapping[str, GroupRequest]) -> Expansion:
-        """The descriptors of the needed blocks, by group, which `needed` has checked."""
-        return expand(self.lanes, self.staged, wanted)
-
 
 def plan_read(
     source: EngineGeometry,
@@ -188,7 +175,11 @@ def plan_read(
     if mismatches:
         raise Incompatible(mismatches)
     lanes = build_lanes(covering.reads, _by_name(source), _by_name(destination))
-    _check_size(lanes)
+    # More parts would take seconds to plan.
+    size = sum(1 + min(lane.line.pieces_per_period, RECURRING_LIMIT) for lane in lanes)
+    if size > MAX_SIZE:
+        message = f"the read falls into {len(lanes)} parts, which with their pieces count {size}, more than {MAX_SIZE}"
+        raise Incompatible((Mismatch("too_large", "", "", "", "", message),))
     rule = rule or PathRule()
     paths = tuple(choose_path(lane, rule) for lane in lanes)
     return ReadPlan(source, destination, mine, covering.reads, covering.uncovered, lanes, paths, rule)
@@ -196,14 +187,6 @@ def plan_read(
 
 def _by_name(engine: EngineGeometry) -> dict[str, Group]:
     return {group.name: group for group in engine.groups}
-
-
-def _check_size(lanes: tuple[Lane, ...]) -> None:
-    """Raise `Incompatible` for a read with so many parts that planning it would take seconds."""
-    size = sum(1 + min(lane.line.pieces_per_period, RECURRING_LIMIT) for lane in lanes)
-    if size > MAX_SIZE:
-        message = f"the read falls into {len(lanes)} parts, which with their pieces count {size}, more than {MAX_SIZE}"
-        raise Incompatible((Mismatch("too_large", "", "", "", "", message),))
 
 
 _Moved: TypeAlias = frozenset[tuple[str, int]]
@@ -248,7 +231,12 @@ class RequestParts:
             return together(self._read(self._plan.layers, self._rest))
         if self._tokens is None:
             raise InvalidField("tokens", None, "the tokens to read, since the publication is not complete")
-        self._check()
+        if not self._checked:
+            # No part can check that no block is in two parts, and only the last would find a group without blocks.
+            groups = self._plan.groups
+            mine = {group.name: self._destination[group.name] for group in groups if group.name in self._destination}
+            written(groups, self.granted, mine, self._tokens, more=True)
+            self._checked = True
         parts = self._read(self._plan.layers, partial(self._so_far, self.granted))
         if unfinished is not None:
             begun = {runs.group: runs.blocks() for runs in unfinished.groups}
@@ -268,7 +256,8 @@ class RequestParts:
             chosen = every & layers
             of = wanted(dict(before)) if chosen else {}
             if of:
-                found.append(self._plan.of_layers(chosen).expand_needed(of))
+                part = self._plan.of_layers(chosen)
+                found.append(expand(part.lanes, part.staged, of))
             after = frozenset((dict(before) | {name: one.end for name, one in of.items()}).items())
             for key, some in ((after, chosen), (before, every - chosen)):
                 if some:
@@ -302,18 +291,7 @@ class RequestParts:
     ) -> dict[str, GroupRequest]:
         return needed(groups, self._plan.groups_by_name[0], granted, self._destination, tokens)
 
-    def _check(self) -> None:
-        """Check once what no single part can check: that no block is in two parts; and what the last step would find
-        after all bytes have moved: that all groups have blocks."""
-        if self._checked:
-            return
-        groups = self._plan.groups
-        mine = {group.name: self._destination[group.name] for group in groups if group.name in self._destination}
-        written(groups, self.granted, mine, self._tokens, more=True)
-        self._checked = True
-
 
 def _grows(group: Group, blocks: Blocks | None) -> bool:
-    """Whether blocks can be read before the last step. Blocks that the source rewrites while it computes are read at
-    the end, even if the home announces them before."""
+    """Whether blocks can be read before the last step: not those that the source rewrites while it computes."""
     return blocks is not None and blocks.end_token is not None and group.kind is GroupKind.TOKENS

@@ -44,14 +44,12 @@ class Rows:
 
 
 _strides = attrgetter("unit_stride", "page_tokens", "page_stride", "token_stride")
-"""The fields of a plane that with its base give every cell's address."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AlikePlanes:
     """Plane reads that differ only in their base addresses, so that their cells of `state_bytes` are enumerated once.
-    `source` and `destination` are the planes of the first of them; the bases are the addresses of the first unit read,
-    ``int64[planes]``."""
+    `source` and `destination` are the first's planes; the bases, ``int64[planes]``, are of the first unit read."""
 
     source: Plane
     destination: Plane
@@ -115,24 +113,18 @@ def extents_of(planes: Sequence[AlikePlanes], states: int) -> tuple[RowExtent, .
     """The extents of a source block of `states` held states. Planes whose bytes interleave share an extent; planes that
     only touch do not, since they may be registered separately."""
     found: list[RowExtent] = []
-    places = sorted(
-        (base, base + _length(members, states), alike, plane)
-        for alike, members in enumerate(planes)
-        for plane, base in enumerate(members.source_base.tolist())
-    )
-    for begin, end, alike, plane in places:
+    places: list[tuple[int, int, int, int]] = []
+    for alike, members in enumerate(planes):
+        last_state = int(_offsets(members.source, 0, states).max())
+        length = (members.units - 1) * members.source.unit_stride + last_state + members.state_bytes
+        places += [(base, base + length, alike, plane) for plane, base in enumerate(members.source_base.tolist())]
+    for begin, end, alike, plane in sorted(places):
         last = found[-1] if found else None
         if last is not None and begin < last.source + last.length:
             found[-1] = RowExtent(last.source, max(last.length, end - last.source), (*last.planes, (alike, plane)))
         else:
             found.append(RowExtent(begin, end - begin, ((alike, plane),)))
     return tuple(found)
-
-
-def _length(members: AlikePlanes, states: int) -> int:
-    """Bytes from the first to one past the last byte that is read of a plane in one block."""
-    last = int(_offsets(members.source, 0, states).max())
-    return (members.units - 1) * members.source.unit_stride + last + members.state_bytes
 
 
 def rows_of(planes: Iterable[AlikePlanes], cut: Cut, *, across: bool) -> Rows:

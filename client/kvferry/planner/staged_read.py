@@ -3,7 +3,6 @@
 A row (`RowExtent`) is one contiguous range of a source block that holds all that a lane reads of one plane, or of
 several planes whose bytes interleave. A batch is as many rows as fit a slot of staging memory: plane after plane, each
 with its blocks one behind the other, so that consecutive blocks of the source merge and the permutation has long loops.
-Pure.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The token line: the blocks of both sides laid end to end, and the pieces into which they cut it. Also the blocks of
-one side whose states have the same positions (`AlikeBlocks`): they are summed, or cleared, in one step. Pure.
+one side whose states have the same positions (`AlikeBlocks`): they are summed, or cleared, in one step.
 
 The line's points are the held states where both sides hold the same tokens, and all states where their token shards
-differ. A *piece* is a stretch within one block on each side that both sides hold. Pieces repeat with the lcm of the
-block sizes.
+differ. A *piece* is a stretch within one block on each side that both sides hold.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ Index = TypeVar("Index", int, Int64s)
 @dataclass(frozen=True, slots=True)
 class StateLayout:
     """The positions of a request's states in the blocks of one side: `block_states` per block over all token shards,
-    `block_stride` bytes from block to block. `shard` has the held states, counted in states; `num_blocks` are the block
-    ids of the group on this side."""
+    `block_stride` bytes from block to block, `num_blocks` block ids. `shard` has the held states, counted in states."""
 
     block_states: int
     shard: TokenShard
@@ -75,52 +73,36 @@ class StateLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """The same cut of many blocks: ``source[i]`` is read into ``destination[i]``, ``int64[n]`` each. They are block
-    ids; in a `Line`, blocks counted from its origin."""
+    """The same cut of many blocks: ``source[i]`` is read into ``destination[i]``, ``int64[n]`` each: block ids; in a
+    `Line`, blocks counted from its origin."""
 
     cut: Cut
     source: Int64s
     destination: Int64s
 
 
-@dataclass(frozen=True, eq=False)
 class Line:
-    """The token line of two layouts."""
+    """The token line of two layouts.
 
-    source: StateLayout
-    destination: StateLayout
+    Attributes:
+        same_tokens: both sides hold the same states, so that consecutive held states are consecutive on both.
+        source_step, destination_step: states of the line per block of a side.
+        period: the number of states after which the pieces repeat.
+        steps: pieces end at multiples of these numbers of states, the smallest first: blocks, turns of token shards.
+        pieces_per_period: an upper bound, known without making the pieces.
+    """
 
-    @cached_property
-    def same_tokens(self) -> bool:
-        """Whether both sides hold the same states, so that consecutive held states are consecutive on both."""
-        return self.source.shard == self.destination.shard
-
-    @cached_property
-    def source_step(self) -> int:
-        """States of the line per source block."""
-        return self.source.held_per_block if self.same_tokens else self.source.block_states
-
-    @cached_property
-    def destination_step(self) -> int:
-        """States of the line per destination block."""
-        return self.destination.held_per_block if self.same_tokens else self.destination.block_states
-
-    @cached_property
-    def period(self) -> int:
-        """The number of states after which the pieces repeat."""
-        return lcm(self.source_step, self.destination_step)
-
-    @cached_property
-    def steps(self) -> tuple[int, ...]:
-        """Pieces end at multiples of these numbers of states, the smallest first: blocks, and turns of token shards."""
-        turns = () if self.same_tokens else (self.source.shard, self.destination.shard)
-        steps = {self.source_step, self.destination_step, *(turn.interleave for turn in turns if turn.count > 1)}
-        return tuple(sorted(steps))
-
-    @cached_property
-    def pieces_per_period(self) -> int:
-        """An upper bound, known without making the pieces."""
-        return sum(self.period // step for step in self.steps)
+    def __init__(self, source: StateLayout, destination: StateLayout) -> None:
+        self.source, self.destination = source, destination
+        self.same_tokens = source.shard == destination.shard
+        sides = source, destination
+        self.source_step, self.destination_step = (
+            side.held_per_block if self.same_tokens else side.block_states for side in sides
+        )
+        self.period = lcm(self.source_step, self.destination_step)
+        turns = [] if self.same_tokens else [side.shard.interleave for side in sides if side.shard.count > 1]
+        self.steps = tuple(sorted({self.source_step, self.destination_step, *turns}))
+        self.pieces_per_period = sum(self.period // step for step in self.steps)
 
     @cached_property
     def period_pieces(self) -> tuple[Segment, ...]:

@@ -1,5 +1,6 @@
-"""The RDMA cards of the host, as NIXL's UCX sees them (where UCX can open none it uses TCP without a message), and
-whether this process may lock the memory that they read (RLIMIT_MEMLOCK)."""
+"""The host's network as NIXL's UCX sees it: the RDMA cards (where UCX can open none it uses TCP without a message),
+whether this process may lock the memory that they read (RLIMIT_MEMLOCK), and whether UCX has connected to a peer over
+TCP. UCX reports none of this; the open files of this process show it."""
 
 from __future__ import annotations
 
@@ -7,15 +8,16 @@ import ctypes
 import functools
 import os
 import resource
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvferry._logs import Log
-from kvferry._transport.sockets import open_files
 
 logger = Log(__name__)
 
+FOLDER = Path("/proc/self/fd")
 DEVICES = Path("/dev/infiniband")
 CARDS = Path("/sys/class/infiniband")
 STATUS = Path("/proc/self/status")
@@ -27,6 +29,8 @@ UCX_LOCKS = 64 << 20
 
 VERBS = ("rc", "ud", "dc", "ib")
 """Prefixes of the names of UCX's transports over verbs."""
+
+_libc = ctypes.CDLL(None)
 
 
 @contextmanager
@@ -94,8 +98,7 @@ def too_little_to_begin(ucx_tls: str) -> str:
 
 
 def too_little() -> str:
-    """The likely reason for a failed registration of memory, and the remedy; empty: memory may be locked without a
-    limit, or there is no card."""
+    """The likely reason for a failed registration, and the remedy; empty: memory has no limit, or there is no card."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY or not any(DEVICES.glob("uverbs*")) or _may_lock_all():
         return ""
@@ -117,3 +120,49 @@ def _warn() -> None:
 def _may_lock_all() -> bool:
     capabilities = next(line for line in STATUS.read_text().splitlines() if line.startswith("CapEff:"))
     return bool(int(capabilities.split()[1], 16) >> CAP_IPC_LOCK & 1)
+
+
+def open_files() -> Mapping[int, str] | None:
+    """The files of this process's descriptors, as the kernel names them. None: they cannot be listed, because there is
+    no /proc, it belongs to another user (as after a change of user), or no file descriptor is left."""
+    found: dict[int, str] = {}
+    try:
+        links = list(FOLDER.iterdir())
+    except OSError:
+        return None
+    for link in links:
+        # Another thread may have closed the descriptor since.
+        with suppress(OSError):
+            found[int(link.name)] = str(link.readlink())
+    return found
+
+
+def open_sockets() -> Mapping[str, int] | None:
+    """The descriptors of this process's sockets, by the kernel's names of the sockets. None: as `open_files`."""
+    files = open_files()
+    return (
+        None
+        if files is None
+        else {name: descriptor for descriptor, name in files.items() if name.startswith("socket:")}
+    )
+
+
+def tcp_since(before: Mapping[str, int] | None) -> bool:
+    """Whether this process may have opened a TCP socket since `before` was listed, on any thread."""
+    after = open_sockets()
+    if before is None or after is None:
+        return True
+    return any(_is_tcp(descriptor) for name, descriptor in after.items() if name not in before)
+
+
+def _is_tcp(descriptor: int) -> bool:
+    """Whether a file descriptor is a TCP socket. Its owner may close it meanwhile. Python's `socket` class is not used:
+    it would duplicate the descriptor, and change its mode where there is a default time-out."""
+    options = (socket.SO_DOMAIN, {socket.AF_INET, socket.AF_INET6}), (socket.SO_TYPE, {socket.SOCK_STREAM})
+    value = ctypes.c_int()
+    size = ctypes.c_uint32(ctypes.sizeof(value))
+    return all(
+        _libc.getsockopt(descriptor, socket.SOL_SOCKET, option, ctypes.byref(value), ctypes.byref(size)) == 0
+        and value.value in accepted
+        for option, accepted in options
+    )
