@@ -69,7 +69,13 @@ def request_summary(publication: PublicationRecord, now: float) -> ipb.RequestSu
 def transfer_summary(read: Lease | WaitingRead, now: float) -> ipb.TransferSummary:
     """Encode the summary of a read; `now` is in seconds on the home's clock."""
     if isinstance(read, WaitingRead):
-        return _waiting_summary(read, now)
+        reader, state = engine_ref(read.request.read.reader), pb.READ_STATE_WAITING
+        return ipb.TransferSummary(
+            source=engine_ref(read.sources[0]),
+            read=pb.ReadSummary(reader=reader, state=state, parties=read.request.parties),
+            router_key=read.router_key.name,
+            waited=to_duration(now - read.since),
+        )
     lease, publication = read, read.publication
     return ipb.TransferSummary(
         source=engine_ref(publication.source),
@@ -80,16 +86,6 @@ def transfer_summary(read: Lease | WaitingRead, now: float) -> ipb.TransferSumma
         reports=[_report(report) for report in lease.reports.values()],
         router_key=_router_key(publication),
         parts=len(publication.steps) if lease.state is LeaseState.WAITING else 0,
-    )
-
-
-def _waiting_summary(waiting: WaitingRead, now: float) -> ipb.TransferSummary:
-    reader, state = engine_ref(waiting.request.read.reader), pb.READ_STATE_WAITING
-    return ipb.TransferSummary(
-        source=engine_ref(waiting.sources[0]),
-        read=pb.ReadSummary(reader=reader, state=state, parties=waiting.request.parties),
-        router_key=waiting.router_key.name,
-        waited=to_duration(now - waiting.since),
     )
 
 

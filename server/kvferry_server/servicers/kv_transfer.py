@@ -20,6 +20,7 @@ from kvferry_server.domain.publications import Lease, PublicationStage
 from kvferry_server.domain.routing import unless_all_refuse
 from kvferry_server.domain.values import EngineRef, LeaseRequest
 from kvferry_server.home.home import Home
+from kvferry_server.home.time_slices import Worker
 from kvferry_server.servicers import checks, decode, encode
 from kvferry_server.servicers.callers import Context, NamesOf, names_of, on_end, relaying, remote_host
 from kvferry_server.servicers.checksums import read_checksums
@@ -27,7 +28,6 @@ from kvferry_server.servicers.limits import MAX_DIGESTED_BYTES, READ_BYTES, READ
 from kvferry_server.servicers.notify import notify
 from kvferry_server.servicers.relay import Caller, Relays
 from kvferry_server.servicers.watch import watch
-from kvferry_server.servicers.worker import Worker
 
 # How long before its deadline a ReadBlocks stops waiting, so that its answer arrives in time: a share of the time that
 # remained at its start, and at most this many seconds.
@@ -185,7 +185,17 @@ async def read_blocks(
     if not secrets.compare_digest(lease_id, lease.lease_id):
         # The reader goes on with the publication's own reference.
         reference = home.reference(publication) if request.routed is not None else ""
-        return _answer(home, lease, 0, _accepted(lease, reference, home.clock.now()))
+        accepted = pb.Accepted(
+            lease_id=lease.lease_id,
+            remaining=to_duration(lease.remaining(home.clock.now())),
+            renew_every=to_duration(lease.times.renew_every),
+            source=encode.engine_ref(publication.source),
+            publication=publication.number,
+            request_id=publication.request_id,
+            lease_number=lease.number,
+            reference=reference,
+        )
+        return _answer(home, lease, 0, accepted)
     there = len(publication.steps)
     if next_step > there:
         raise InvalidField("next_step", next_step, f"at most {there}, the steps there are")
@@ -230,12 +240,13 @@ async def _found(home: Home, request: LeaseRequest, waits_until: float, wait: fl
                         return home.routing.request(found, request)
                 left = waits_until - home.clock.now()
                 if left <= 0:
-                    problem = f"nothing was published by engine {sources[0].engine_id!r} under the router key"
-                    raise _timeout(f"{problem} {wanted.name!r}", sources[0], 0, wait)
+                    break
                 await waker.wait(left)
                 waker.clear()
     finally:
         home.routing.end_wait(waiting)
+    problem = f"nothing was published by engine {sources[0].engine_id!r} under the router key {wanted.name!r}"
+    raise _timeout(problem, sources[0], 0, wait)
 
 
 def _living(home: Home, sources: Sequence[EngineRef]) -> list[EngineRef]:
@@ -275,17 +286,3 @@ def _answer(home: Home, lease: Lease, next_step: int, accepted: pb.Accepted | No
         if lease.revoked is not None:
             answer.revoked.reason = pb.RevokeReason.ValueType(lease.revoked or 0)
     return b"".join((answer.SerializeToString(), *steps))
-
-
-def _accepted(lease: Lease, reference: str, now: float) -> pb.Accepted:
-    publication = lease.publication
-    return pb.Accepted(
-        lease_id=lease.lease_id,
-        remaining=to_duration(lease.remaining(now)),
-        renew_every=to_duration(lease.times.renew_every),
-        source=encode.engine_ref(publication.source),
-        publication=publication.number,
-        request_id=publication.request_id,
-        lease_number=lease.number,
-        reference=reference,
-    )

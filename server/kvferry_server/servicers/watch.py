@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import ExitStack, aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 
 from kvferry._clock import to_duration
 from kvferry._wire.version import OURS_ENCODED
@@ -50,17 +49,19 @@ async def watch(
                 if not needs_state and (dropped := feed.dropped_after(sent)):
                     yield pb.WatchResponse(home_epoch=home.epoch, lagged=pb.WatchLagged(dropped=dropped))
                     needs_state = True
+                begun_at = feed.sequence
+                with _full_state(home, feed) if needs_state else nullcontext(feed.after(sent)) as events:
+                    for sequence, event in events:
+                        _check_current(feed, number)
+                        if (held := _held(home, feed, host, event)) is not None:
+                            with held:
+                                yield _message(home, event, sequence)
                 if needs_state:
-                    sent, needs_state = feed.sequence, False
-                    async with aclosing(_full_state(home, feed, number, host)) as messages:
-                        async for message in messages:
-                            yield message
+                    synced = pb.WatchSynced(need_resync=home.need_resync(process))
+                    yield pb.WatchResponse(home_epoch=home.epoch, synced=synced)
                     # Events that happened meanwhile may have been dropped.
+                    sent, needs_state = begun_at, False
                     continue
-                events = feed.after(sent)
-                async with aclosing(_messages(home, feed, number, host, events)) as messages:
-                    async for message in messages:
-                        yield message
                 sent = events[-1][0] if events else sent
                 _check_current(feed, number)
                 if feed.after(sent):
@@ -75,7 +76,9 @@ async def watch(
                 home.close_watch(process)
 
 
-async def _full_state(home: Home, feed: Feed, number: int, host: str) -> AsyncGenerator[pb.WatchResponse, None]:
+@contextmanager
+def _full_state(home: Home, feed: Feed) -> Iterator[list[tuple[int, Event]]]:
+    """Give a process's full state, as events with the number 0, and count it against its engine while it is sent."""
     process, events = feed.process, home.state(feed.process)
     size = EVENT_BYTES * len(events)
     if feed.full_states:
@@ -85,34 +88,22 @@ async def _full_state(home: Home, feed: Feed, number: int, host: str) -> AsyncGe
     feed.full_states += 1
     home.memory.take(process.engine, size)
     try:
-        numbered = zip(itertools.repeat(0), events)
-        async with aclosing(_messages(home, feed, number, host, numbered)) as messages:
-            async for message in messages:
-                yield message
+        yield [(0, event) for event in events]
     finally:
         home.memory.give(process.engine, size)
         feed.full_states -= 1
-    synced = pb.WatchSynced(need_resync=home.need_resync(process))
-    yield pb.WatchResponse(home_epoch=home.epoch, synced=synced)
 
 
-async def _messages(
-    home: Home, feed: Feed, number: int, host: str, events: Iterable[tuple[int, Event]]
-) -> AsyncGenerator[pb.WatchResponse, None]:
-    """Yield the messages of numbered events. A question is left out if it has ended while earlier events were sent: its
-    prompt is gone; and if its process, or host, holds too much: Watches that were taken over may never take the
-    questions that they were being sent."""
-    for sequence, event in events:
-        _check_current(feed, number)
-        with ExitStack() as held:
-            if isinstance(event, Question):
-                if not event.open:
-                    continue
-                try:
-                    held.enter_context(home.memory.hold(host or feed.process.engine, host, event.ask.size))
-                except LimitReached:
-                    continue
-            yield _message(home, event, sequence)
+def _held(home: Home, feed: Feed, host: str, event: Event) -> ExitStack | None:
+    """Hold what a question takes while it is sent. None: it is left out, because it has ended while earlier events were
+    sent, and its prompt is gone; or because its process, or host, holds too much: Watches that were taken over may
+    never take the questions that they were being sent."""
+    if not isinstance(event, Question):
+        return ExitStack()
+    try:
+        return home.memory.hold(host or feed.process.engine, host, event.ask.size) if event.open else None
+    except LimitReached:
+        return None
 
 
 def _check_current(feed: Feed, number: int) -> None:
