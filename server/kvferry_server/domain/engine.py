@@ -255,11 +255,6 @@ class Engine:
         for ranks in (self.lost_ranks, self.watched_ranks, self.left_ranks):
             ranks.clear()
 
-    def begin_again(self) -> None:
-        """Note that an incarnation that was gone is alive. Its ranks must register again."""
-        self.gone, self.groups = False, None
-        self.block_bytes.clear()
-
     def due(self) -> float:
         """When the engine or a rank counts as dead, or when the dead engine is forgotten."""
         ranks = min(self.rank_lost_at.values(), default=NEVER) + self.times.engine_ttl

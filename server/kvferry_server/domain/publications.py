@@ -252,10 +252,18 @@ def ended(
 
 def check_follows(publication: PublicationRecord, step: PublicationStep) -> None:
     """Raise `InvalidField` unless a step continues where the publication's steps ended."""
-    if step.index != len(publication.steps):
-        raise InvalidField("publish.step", step.index, f"{len(publication.steps)}, the next step")
-    if publication.steps:
-        _check_continues(publication, step)
+    count = len(publication.steps)
+    if step.index != count:
+        raise InvalidField("publish.step", step.index, f"{count}, the next step")
+    if publication.complete:
+        raise InvalidField("publish.step", step.index, f"at most {count - 1}, the last step of the publication")
+    if count and step.request_id != publication.request_id:
+        raise InvalidField("publish.request_id", step.request_id, f"{publication.request_id!r}, as in the first step")
+    for blocks in step.groups:
+        before = publication.extents.get(blocks.group)
+        if before is not None and blocks.first_token != before.end_token:
+            expected = f"{before.end_token}, where the step before ended"
+            raise InvalidField(f"publish.groups[{blocks.group}].first_token", blocks.first_token, expected)
     _check_unfinished(publication, step)
     if step.mark_ends:
         ends = [*publication.mark_ends, *step.mark_ends]
@@ -264,19 +272,6 @@ def check_follows(publication: PublicationRecord, step: PublicationStep) -> None
         twice = next((end for index, end in enumerate(ends) if end in ends[:index]), None)
         if twice is not None:
             raise InvalidField("publish.marks", f"end {twice} again", "each end once over all steps")
-
-
-def _check_continues(publication: PublicationRecord, step: PublicationStep) -> None:
-    steps = publication.steps
-    if steps[-1].last:
-        raise InvalidField("publish.step", step.index, f"at most {len(steps) - 1}, the last step of the publication")
-    if step.request_id != publication.request_id:
-        raise InvalidField("publish.request_id", step.request_id, f"{publication.request_id!r}, as in the first step")
-    for blocks in step.groups:
-        before = publication.extents.get(blocks.group)
-        if before is not None and blocks.first_token != before.end_token:
-            expected = f"{before.end_token}, where the step before ended"
-            raise InvalidField(f"publish.groups[{blocks.group}].first_token", blocks.first_token, expected)
 
 
 def _check_unfinished(publication: PublicationRecord, step: PublicationStep) -> None:

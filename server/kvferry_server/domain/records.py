@@ -154,8 +154,9 @@ class Records:
         """Note that an incarnation is alive. One without records here must send its snapshot."""
         engine = self.engines.get(ref)
         if engine is not None:
-            # It was gone, but leases on its publications are live.
-            engine.begin_again()
+            # It was gone, but leases on its publications are live. Its ranks must register again.
+            engine.gone, engine.groups = False, None
+            engine.block_bytes.clear()
             return engine
         router_keys = RouterKeys(ref, self.memory, self._router_declines)
         self.engines[ref] = Engine(ref, self.times, secret, router_keys)

@@ -82,7 +82,16 @@ async def read_checksums(
         for page, units, indexes in found:
             if (held := page.part(units, indexes)) is None:
                 continue
-            part = _to_proto(held)
+            starts, counts = id_runs(held.indexes)
+            part = pb.Checksums(
+                rank=held.rank,
+                plane=held.plane,
+                unit_begin=held.units.begin,
+                unit_end=held.units.end,
+                place_starts=starts.tolist(),
+                place_counts=counts.tolist(),
+                sums=held.sums.ravel().tolist(),
+            )
             left -= checks.entry_size(part)
             if left < 0:
                 planes = sum(len(message.planes) for message in request.queries)
@@ -129,16 +138,3 @@ def _units(begin: int, end: int) -> Interval:
     if not begin < end:
         raise InvalidField("units", f"[{begin}, {end})", "at least one unit")
     return Interval(begin, end)
-
-
-def _to_proto(page: ChecksumPage) -> pb.Checksums:
-    starts, counts = id_runs(page.indexes)
-    return pb.Checksums(
-        rank=page.rank,
-        plane=page.plane,
-        unit_begin=page.units.begin,
-        unit_end=page.units.end,
-        place_starts=starts.tolist(),
-        place_counts=counts.tolist(),
-        sums=page.sums.ravel().tolist(),
-    )

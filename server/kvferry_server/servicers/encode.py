@@ -11,7 +11,7 @@ from kvferry_server.domain.limits import MAX_NAMED_RANKS
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.router_keys import WaitingRead
 from kvferry_server.domain.times import Times
-from kvferry_server.domain.values import EngineRef, LeaseState, RankReport
+from kvferry_server.domain.values import EngineRef, LeaseState
 
 MOST = (1 << 64) - 1
 """The most that a field of 64 bits holds: peers state numbers whose sum is larger."""
@@ -83,7 +83,15 @@ def transfer_summary(read: Lease | WaitingRead, now: float) -> ipb.TransferSumma
         request_id=publication.request_id,
         read=read_summary(lease),
         lease_remaining=to_duration(lease.remaining(now)),
-        reports=[_report(report) for report in lease.reports.values()],
+        reports=[
+            pb.RankReport(
+                rank=report.rank,
+                outcome=pb.RankOutcome.ValueType(report.outcome),
+                bytes=report.bytes,
+                reason=reason_number(report.reason),
+            )
+            for report in lease.reports.values()
+        ],
         router_key=_router_key(publication),
         parts=len(publication.steps) if lease.state is LeaseState.WAITING else 0,
     )
@@ -102,13 +110,4 @@ def read_summary(lease: Lease) -> pb.ReadSummary:
         parties=lease.request.parties,
         reported=len(lease.reports),
         bytes=min(sum(report.bytes for report in lease.reports.values()), MOST),
-    )
-
-
-def _report(report: RankReport) -> pb.RankReport:
-    return pb.RankReport(
-        rank=report.rank,
-        outcome=pb.RankOutcome.ValueType(report.outcome),
-        bytes=report.bytes,
-        reason=reason_number(report.reason),
     )

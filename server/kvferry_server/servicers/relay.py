@@ -134,13 +134,10 @@ class Relays:
         return True
 
     async def register_cache(self, request: pb.RegisterCacheRequest, caller: Caller) -> pb.RegisterCacheResponse:
-        """Relay a registration to its home and return the home's answer, or raise its error.
-
-        Raises:
-            Unreachable: the home does not answer as a node server. The error has no details: strangers name homes, and
-                must not learn which ports of other hosts are open.
-            LimitReached, InvalidField: too many calls are relayed; this server may not dial the home.
-        """
+        """Relay a registration to its home and return the home's answer, or raise its error. Raises `Unreachable` if
+        the home does not answer as a node server, without details: strangers name homes, and must not learn which ports
+        of other hosts are open; `LimitReached` if too many calls are relayed; `InvalidField` if this server may not
+        dial the home."""
         home = request.home
         request.relayed_by = self._advertise
         request.version.relay.CopyFrom(OURS_AS_RELAY)

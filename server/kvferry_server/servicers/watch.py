@@ -119,7 +119,16 @@ def _message(home: Home, event: Event, sequence: int) -> pb.WatchResponse:
     if isinstance(event, PublicationRecord):
         response.released.CopyFrom(_released(event))
     elif isinstance(event, Question):
-        response.question.MergeFrom(_question(event, home.clock.now()))
+        ask, remaining = event.ask, max(0.0, event.deadline - home.clock.now())
+        question = pb.Question(
+            number=event.number,
+            reference=ask.reference,
+            first_token=ask.first_token,
+            asker=encode.engine_ref(ask.asker),
+            remaining=to_duration(remaining),
+            prompt=pb.Prompt.FromString(ask.prompt),
+        )
+        response.question.MergeFrom(question)
     elif isinstance(event, pb.RankLost):
         response.rank_lost.CopyFrom(event)
     elif isinstance(event, pb.QuestionEnded):
@@ -127,18 +136,6 @@ def _message(home: Home, event: Event, sequence: int) -> pb.WatchResponse:
     else:
         response.draining.CopyFrom(event)
     return response
-
-
-def _question(question: Question, now: float) -> pb.Question:
-    ask = question.ask
-    return pb.Question(
-        number=question.number,
-        reference=ask.reference,
-        first_token=ask.first_token,
-        asker=encode.engine_ref(ask.asker),
-        remaining=to_duration(max(0.0, question.deadline - now)),
-        prompt=pb.Prompt.FromString(ask.prompt),
-    )
 
 
 def _released(publication: PublicationRecord) -> pb.Released:
