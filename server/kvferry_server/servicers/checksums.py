@@ -105,23 +105,20 @@ async def read_checksums(
 
 def _queries(request: pb.ReadChecksumsRequest) -> list[tuple[pb.ChecksumQuery, Interval, Indexes]]:
     """Return the queries, each with its units and block indexes, which rise."""
-    planes = sums = 0
+    found, planes, blocks, sums, most = [], 0, 0, 0, limits.MAX_ASKED_SUMS
     for message in request.queries:
-        blocks = sum(message.place_counts)
+        here = sum(message.place_counts)
         planes += len(message.planes)
-        sums += len(message.planes) * blocks * max(0, message.unit_end - message.unit_begin)
-        # Checked before runs are expanded: a few bytes of runs can stand for any number of block indexes.
-        if sums > limits.MAX_ASKED_SUMS or planes > limits.MAX_ASKED_PLANES or blocks > limits.MAX_ASKED_SUMS:
-            most = f"at most {limits.MAX_ASKED_SUMS} sums of {limits.MAX_ASKED_PLANES} planes"
-            raise InvalidField("queries", f"{sums} sums of {planes} planes", most)
-    return [
-        (
-            message,
-            _units(message.unit_begin, message.unit_end),
-            places_of(message.place_starts, message.place_counts, limits.MAX_ASKED_SUMS),
-        )
-        for message in request.queries
-    ]
+        blocks += here
+        sums += len(message.planes) * here * max(0, message.unit_end - message.unit_begin)
+        # Checked before runs are expanded: a few bytes of runs can stand for any number of block indexes, also in
+        # queries without planes.
+        if sums > most or blocks > most or planes > limits.MAX_ASKED_PLANES:
+            given = f"{sums} sums of {planes} planes, {blocks} blocks"
+            raise InvalidField("queries", given, f"at most {most} sums of {limits.MAX_ASKED_PLANES} planes")
+        units = _units(message.unit_begin, message.unit_end)
+        found.append((message, units, places_of(message.place_starts, message.place_counts, most)))
+    return found
 
 
 def _page(message: pb.Checksums) -> ChecksumPage:
