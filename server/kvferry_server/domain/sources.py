@@ -32,16 +32,12 @@ class Sources:
     # Publications.
 
     def publish(self, source: EngineRef, step: PublicationStep) -> PublicationRecord:
-        """Accept a step of a publication. Idempotent by (source, publication, step).
-
-        Raises:
-            InvalidField, BadBlock: the step contradicts itself, an earlier step, or the engine's groups.
-            PublicationStale, PublicationReleased, PublicationAborted: the publication has ended.
-            EngineIncomplete: no rank has registered groups yet.
-            HomeRecovering: the steps before this one are missing; the engine's snapshot has them.
-            RouterKeyUsed: another publication has the router key.
-            LimitReached, ServerDraining: the home takes no new publication of this engine, or none at all.
-        """
+        """Accept a step of a publication. Idempotent by (source, publication, step). Raises `InvalidField` or
+        `BadBlock` if the step contradicts itself, an earlier step, or the engine's groups; `PublicationStale`,
+        `PublicationReleased` or `PublicationAborted` if the publication has ended; `EngineIncomplete` if no rank has
+        registered groups yet; `HomeRecovering` if the steps before this one are missing, which the engine's snapshot
+        has; `RouterKeyUsed` if another publication has the router key; `LimitReached` or `ServerDraining` if the home
+        takes no new publication of this engine, or none at all."""
         engine, publication, now = self._records.begin_with(source, step.number)
         if publication is None or publication.stage is PublicationStage.AWAITED:
             engine.check_may_arrive(step.number, now)

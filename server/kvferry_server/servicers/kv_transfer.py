@@ -169,18 +169,18 @@ async def read_blocks(
     """Grant a lease on a publication, or find the reader's lease, and answer as soon as there is something that the
     reader lacks; with nothing new when the `wait`, in seconds, is over. Cancelling the call does not end the lease. If
     `lease_id` is empty, or another lease's, the answer has the lease and all steps, and comes at once. `next_step` is
-    the index of the first step that the reader lacks under that lease. Returns an encoded `ReadBlocksResponse`.
-
-    Raises:
-        InvalidField: `next_step` is above the number of steps.
-        PublicationTimeout: the publication did not arrive in time.
-        LeaseEnded: the lease has ended.
-        ServerDraining: the node server is draining; the lease goes on.
-        KvferryError: all that `Lessor.grant`, `Routing.find` and `Engine.check_readable` raise.
-    """
+    the index of the first step that the reader lacks under that lease. Returns an encoded `ReadBlocksResponse`. Raises
+    `InvalidField` if `next_step` is above the number of steps; `PublicationTimeout` if the publication did not arrive
+    in time; `LeaseEnded`; `ServerDraining`, while the lease goes on; and as `Lessor.grant`, `Routing.find` and
+    `Engine.check_readable`."""
     waits_until = home.clock.now() + wait
     asked = await _found(home, request, waits_until, wait)
-    lease = _granted(home, asked, lease_id)
+    source = asked.read.source
+    with home.turn():
+        # A reader that shows the lease_id goes on even if its source is gone.
+        if not (lease_id and home.lessor.has_lease(asked.read, lease_id)):
+            home.engines.find_live(source.engine_id, source.incarnation).check_readable()
+        lease = home.lessor.grant(asked)
     publication = lease.publication
     if not secrets.compare_digest(lease_id, lease.lease_id):
         # The reader goes on with the publication's own reference.
@@ -252,15 +252,6 @@ async def _found(home: Home, request: LeaseRequest, waits_until: float, wait: fl
 def _living(home: Home, sources: Sequence[EngineRef]) -> list[EngineRef]:
     """Return the incarnations that are alive. Raises `PeerRestarted` or `EngineUnknown` if none is."""
     return unless_all_refuse(sources, lambda ref: home.engines.find_live(ref.engine_id, ref.incarnation).ref)
-
-
-def _granted(home: Home, request: LeaseRequest, lease_id: bytes) -> Lease:
-    """Grant a lease. A reader that shows the lease_id goes on even if its source is gone."""
-    source = request.read.source
-    with home.turn():
-        if not (lease_id and home.lessor.has_lease(request.read, lease_id)):
-            home.engines.find_live(source.engine_id, source.incarnation).check_readable()
-        return home.lessor.grant(request)
 
 
 def _timeout(problem: str, source: EngineRef, number: int, wait: float) -> PublicationTimeout:

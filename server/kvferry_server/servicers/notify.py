@@ -30,16 +30,10 @@ async def notify(
     home: Home, relays: Relays, request: pb.NotifyRequest, time_left: float, caller: Caller
 ) -> pb.NotifyResponse:
     """Act on a batch of notifications, in order. An error of one notification becomes its result; the others are acted
-    on. Declines of other homes' publications are sent on at the end.
-
-    The answer fits one message: an error takes at most `status.NOTIFICATION_ERROR_BYTES`. `time_left`: seconds until
-    the call's deadline.
-
-    Raises:
-        InvalidField: there are too many notifications, or the sender is malformed.
-        WrongSession, PeerRestarted, EngineUnknown, Unavailable: the sender is not the source it claims to be, or is
-            unknown at present.
-    """
+    on. Declines of other homes' publications are sent on at the end. The answer fits one message: an error takes at
+    most `status.NOTIFICATION_ERROR_BYTES`. `time_left`: seconds until the call's deadline. Raises `InvalidField` if
+    there are too many notifications, or the sender is malformed; and as `Registry.check_session` if the sender is not
+    the source it claims to be, or is unknown at present."""
     checks.within("notifications", len(request.notifications), MAX_NOTIFICATIONS, unit="notifications")
     checks.exactly("session_secret", request.session_secret, SECRET_BYTES, optional=True)
     sender = checks.engine_ref("sender", request.sender) if request.HasField("sender") else None

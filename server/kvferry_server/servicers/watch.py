@@ -22,15 +22,10 @@ async def watch(
     home: Home, process: Process, secret: bytes, resume_epoch: bytes, resume_sequence: int, host: str = ""
 ) -> AsyncGenerator[pb.WatchResponse, None]:
     """Serve a process's Watch: yield its full state, or the events after `resume_sequence` if `resume_epoch` is that of
-    this home, then events as they happen.
-
-    Raises:
-        WatchTakenOver: a newer Watch of the process has opened.
-        PeerRestarted: the engine was replaced or evicted.
-        EngineUnknown: its scheduler has been away for so long that the home has forgotten the engine.
-        ServerDraining: the node server ends, after the `draining` event; or it is draining and the process is new.
-        KvferryError: all that `Home.open_watch` raises.
-    """
+    this home, then events as they happen. Raises `WatchTakenOver` if a newer Watch of the process has opened;
+    `PeerRestarted` if the engine was replaced or evicted; `EngineUnknown` if its scheduler has been away for so long
+    that the home has forgotten the engine; `ServerDraining` if the node server ends, after the `draining` event, or is
+    draining and the process is new; and as `Home.open_watch`."""
     with home.turn():
         feed = home.open_watch(process, secret, host)
         number = feed.current_watch
