@@ -28,13 +28,13 @@ from kvferry_server.domain.engine import Process
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.values import EngineRef
 from kvferry_server.home.home import Home
+from kvferry_server.home.time_slices import Worker
 from kvferry_server.node.grpc_server import Server
 from kvferry_server.node.guard import Guard
 from kvferry_server.node.requests import Requests
 from kvferry_server.servicers import add_servicers
 from kvferry_server.servicers.access import TRUSTED
 from kvferry_server.servicers.relay import Relays
-from kvferry_server.servicers.worker import Worker
 from tests.support.parties import FULL, SECRETS, TIMES, D, FakeClock, P, agent_of, key, rank_geometry, read_id
 from tests.support.stubs import KVTransferStub
 

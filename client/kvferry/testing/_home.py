@@ -23,12 +23,12 @@ import grpc.aio
 from kvferry._wire.channel import MAX_MESSAGE_BYTES, TlsConfig, TlsContent
 from kvferry_server.domain.times import Clock, Times
 from kvferry_server.home.home import Home
+from kvferry_server.home.time_slices import Worker
 from kvferry_server.node.guard import Guard
 from kvferry_server.node.requests import Requests
 from kvferry_server.servicers import add_servicers
 from kvferry_server.servicers.access import TRUSTED
 from kvferry_server.servicers.relay import Relays
-from kvferry_server.servicers.worker import Worker
 
 Messages: TypeAlias = "Queue[bytes | None] | asyncio.Queue[bytes | None]"
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]

@@ -194,7 +194,7 @@ class Engine:
     def description(self) -> EngineDescription | None:
         """The description of the ranks registered so far; None before the first."""
         if self._description is None and self.ranks:
-            self._description = EngineDescription(self.ref, tuple(self.ranks[rank] for rank in sorted(self.ranks)))
+            self._description = EngineDescription(tuple(self.ranks[rank] for rank in sorted(self.ranks)))
         return self._description
 
     def completed_by(self, registration: Registration) -> EngineDescription | None:
@@ -202,7 +202,7 @@ class Engine:
         ranks = {**self.ranks, registration.rank: registration}
         if registration.rank in self.ranks or len(ranks) < registration.num_ranks:
             return None
-        return EngineDescription(self.ref, tuple(ranks[rank] for rank in sorted(ranks)))
+        return EngineDescription(tuple(ranks[rank] for rank in sorted(ranks)))
 
     def lost_with_node(self, rank: int) -> bool:
         """Whether a lost rank was lost with its node: a node server that is alive reports a rank that ends."""
@@ -255,11 +255,6 @@ class Engine:
         for ranks in (self.lost_ranks, self.watched_ranks, self.left_ranks):
             ranks.clear()
 
-    def begin_again(self) -> None:
-        """Note that an incarnation that was gone is alive. Its ranks must register again."""
-        self.gone, self.groups = False, None
-        self.block_bytes.clear()
-
     def due(self) -> float:
         """When the engine or a rank counts as dead, or when the dead engine is forgotten."""
         ranks = min(self.rank_lost_at.values(), default=NEVER) + self.times.engine_ttl
@@ -303,12 +298,9 @@ class Engine:
             raise HomeRecovering(problem, engine_id=self.ref.engine_id)
 
     def may_arrive(self, number: int, now: float) -> bool:
-        """Whether a publication that is not here can still arrive.
-
-        A number at or below the high-water mark is stale (PROTOCOL, Identities), except for numbers that the mark has
-        skipped in the last `max_ttl`: a source publishes from several threads and repeats lost calls, so numbers
-        overtake each other.
-        """
+        """Whether a publication that is not here can still arrive. A number at or below the high-water mark is stale
+        (PROTOCOL, Identities), except for numbers that the mark has skipped in the last `max_ttl`: a source publishes
+        from several threads and repeats lost calls, so numbers overtake each other."""
         since = self.skipped.get(number)
         if number > self.high_water or (since is not None and since > now - self.times.max_ttl):
             return True

@@ -275,7 +275,11 @@ class Journal:
         if state not in EXPECTED_ENDS:
             # A reader that leaves sooner has stopped to renew.
             in_vain = lasted >= lease.times.max_wait and publication.stage is PublicationStage.AWAITED
-            self._ended_badly(BadEnd(state, publication.source.engine_id, reader, lease.reason, in_vain), now)
+            kind = BadEnd(state, publication.source.engine_id, reader, lease.reason, in_vain)
+            count, last = self.bad_ends.pop(kind, (0, now))
+            self.bad_ends[kind] = (count if last > now - RECENT else 0) + 1, now
+            if len(self.bad_ends) > LAST_READS:
+                del self.bad_ends[next(iter(self.bad_ends))]
         self._write(
             logging.DEBUG if state in EXPECTED_ENDS else logging.WARNING,
             "lease_ended",
@@ -288,12 +292,6 @@ class Journal:
             parties=lease.request.parties,
             revoked=lease.revoked,
         )
-
-    def _ended_badly(self, kind: BadEnd, now: float) -> None:
-        count, last = self.bad_ends.pop(kind, (0, now))
-        self.bad_ends[kind] = (count if last > now - RECENT else 0) + 1, now
-        if len(self.bad_ends) > LAST_READS:
-            del self.bad_ends[next(iter(self.bad_ends))]
 
     def revoked(self, publication: PublicationRecord, reason: RevokeReason) -> None:
         self._write(logging.INFO, "leases_revoked", publication, reason=reason, live_leases=len(publication.leases))

@@ -50,14 +50,10 @@ class Lessor:
             raise publication.refusal()
 
     def grant(self, request: LeaseRequest) -> Lease:
-        """Grant a lease on a publication, arrived or not. A replay gets the same lease, not extended.
-
-        Raises:
-            WrongKey: the key is not that of the publication.
-            PublicationStale, PublicationReleased, PublicationAborted: there is nothing to read.
-            HomeRecovering, ServerDraining, LimitReached: repeat the call later.
-            KvferryError: all that `Lease.check_replay` raises.
-        """
+        """Grant a lease on a publication, arrived or not. A replay gets the same lease, not extended. Raises
+        `WrongKey`; `PublicationStale`, `PublicationReleased` or `PublicationAborted` if there is nothing to read;
+        `HomeRecovering`, `ServerDraining` or `LimitReached` if the call is to be repeated later; and as
+        `Lease.check_replay`."""
         engine, publication, now = self._records.begin_with(request.read.source, request.read.publication)
         engine.check_key(request.read.publication, request.key)
         lease = self._records.as_of(self._records.leases_by_read.get(request.read), now)
@@ -110,11 +106,10 @@ class Lessor:
     def report(
         self, lease_id: bytes, reader: EngineRef, reports: Iterable[RankReport], names: Names = NOBODY
     ) -> pb.ReadEnded:
-        """Take reports of ranks whose transfers ended, and return the verdict. A replay gets the same answer.
-
-        A lease without a record has EXPIRED, unless this home has just started and may have granted it before. The
-        reader may not know: its machine, and its clock, may have been paused for long. Raises `WrongIdentity` if
-        another caller acquired the lease, and as `Lease.add`."""
+        """Take reports of ranks whose transfers ended, and return the verdict. A replay gets the same answer. A lease
+        without a record has EXPIRED, unless this home has just started and may have granted it before. The reader may
+        not know: its machine, and its clock, may have been paused for long. Raises `WrongIdentity` if another caller
+        acquired the lease, and as `Lease.add`."""
         lease, now = self._lease(lease_id, reader, names)
         if lease is None:
             verdict = Verdict.EXPIRED if now >= self._records.knows_all_leases_from else Verdict.UNKNOWN
@@ -196,7 +191,7 @@ class Lessor:
         # The publish may be a late one, of a publication that was released before this home started: then the snapshot
         # does not name it.
         engine.check_recovered()
-        publication = self._records.unreleased(engine, number, now)
+        publication = self._records.unreleased(engine.ref, number)
         if now >= publication.final_at:
             raise publication.refusal()
         if engine.dead or engine.gone or engine.lost_ranks:

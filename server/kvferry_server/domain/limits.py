@@ -87,7 +87,7 @@ class Budget:
         return free >= 0 and (self.in_floor(holder, size) or self.held(holder) + size <= free)
 
     def in_floor(self, holder: Hashable, size: int = 1) -> bool:
-        """Whether a holder with `size` more would hold no more than the floor."""
+        """Whether a holder with `size` more holds no more than the floor."""
         return self.held(holder) + size <= self.floor
 
     def take(self, holder: Hashable, size: int = 1) -> None:
@@ -116,30 +116,20 @@ def check_budget(limit: str, budget: Budget, holder: Hashable, retry_after: floa
         )
 
 
-class MemoryBudget:
+class MemoryBudget(Budget):
     """Bytes that a home holds, counted per engine and per host that engines come from. Every engine gets `floor` bytes,
-    even beyond `capacity`.
-
-    Sizes are estimates of what objects take in memory. Hosts of callers on a UNIX socket are unknown: such engines are
-    counted per engine only.
-    """
+    even beyond `capacity`. Hosts of callers on a UNIX socket are unknown: such engines are counted per engine only.
+    Sizes are estimates of what objects take in memory."""
 
     def __init__(self, capacity: int, floor: int, retry_after: float) -> None:
-        self._by_engine = Budget(capacity, floor)
+        super().__init__(capacity, floor)
         self._by_host = Budget(capacity, 0)
-        self._host_of: dict[EngineRef, str] = {}
+        self._host_of: dict[Hashable, str] = {}
         self._retry_after = retry_after
-
-    @property
-    def used(self) -> int:
-        return self._by_engine.used
-
-    def held(self, engine: EngineRef) -> int:
-        return self._by_engine.held(engine)
 
     def comes_from(self, engine: EngineRef, host: str) -> None:
         """Count an engine's bytes against this host from now on; empty: against none."""
-        before, held = self._host_of.pop(engine, ""), self._by_engine.held(engine)
+        before, held = self._host_of.pop(engine, ""), self.held(engine)
         if before:
             self._by_host.give(before, held)
         if host:
@@ -148,43 +138,37 @@ class MemoryBudget:
 
     def check(self, engine: EngineRef, size: int) -> None:
         """Raise `LimitReached` if an engine may not take `size` bytes more."""
-        if not self._by_engine.in_floor(engine, size):
+        if not self.in_floor(engine, size):
             self._check(engine, self._host_of.get(engine), size)
 
-    def take(self, engine: EngineRef, size: int) -> None:
-        """Add `size` bytes to what an engine holds; a negative size subtracts. Not checked: see `check`."""
-        self._by_engine.take(engine, size)
-        host = self._host_of.get(engine)
+    def take(self, holder: Hashable, size: int = 1) -> None:
+        super().take(holder, size)
+        host = self._host_of.get(holder)
         if host is not None:
             self._by_host.take(host, size)
 
-    def give(self, engine: EngineRef, size: int) -> None:
-        self.take(engine, -size)
-
     def hold(self, caller: Hashable, host: str, size: int) -> ExitStack:
-        """Hold the bytes of an answer until the context ends, when the caller has taken it; or of its question.
-
-        The bytes count against the caller, not against the engine that the call is about: a caller that takes no
-        answers costs that engine and its other readers nothing. Calls from an unknown host (empty) share what one host
-        gets. Raises `LimitReached` if this caller, or its host, holds too much.
-        """
+        """Hold the bytes of an answer until the context ends, when the caller has taken it; or of its question. The
+        bytes count against the caller, not against the engine that the call is about: a caller that takes no answers
+        costs that engine and its other readers nothing. Calls from an unknown host (empty) share what one host gets.
+        Raises `LimitReached` if this caller, or its host, holds too much."""
         # Never equal to an engine, even if the caller uses an engine's name.
         caller, host = f"caller {caller}", host or LOCAL
-        if self._by_engine.held(caller) + size > CALLER_FLOOR_BYTES:
+        if self.held(caller) + size > CALLER_FLOOR_BYTES:
             self._check(caller, host, size)
         taken = ExitStack()
-        for budget, holder in ((self._by_engine, caller), (self._by_host, host)):
+        for budget, holder in ((self, caller), (self._by_host, host)):
             budget.take(holder, size)
             taken.callback(budget.give, holder, size)
         return taken
 
     def _check(self, holder: Hashable, host: str | None, size: int) -> None:
-        if self._by_engine.fits(holder, size) and (host is None or self._by_host.fits(host, size)):
+        if self.fits(holder, size) and (host is None or self._by_host.fits(host, size)):
             return
         raise LimitReached(
-            f"memory: {self._by_engine.used} of this server's {self._by_engine.capacity} bytes are in use, "
-            f"{self._by_engine.held(holder)} of them by {holder}, which may not have {size} more",
+            f"memory: {self.used} of this server's {self.capacity} bytes are in use, "
+            f"{self.held(holder)} of them by {holder}, which may not have {size} more",
             retry_after=self._retry_after,
             limit="memory",
-            value=self._by_engine.capacity,
+            value=self.capacity,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvferry._prompt import MAX_MARKS
@@ -19,8 +19,7 @@ from kvferry.errors import (
     WrongIdentity,
 )
 from kvferry.geometry.blocks import MAX_LAYERS, MAX_UNFINISHED
-from kvferry_server.domain.checksum_pages import Checksums
-from kvferry_server.domain.steps import PublicationStep, PublishedExtent
+from kvferry_server.domain.steps import Checksums, PublicationStep, PublishedExtent
 from kvferry_server.domain.times import NEVER, Times
 from kvferry_server.domain.values import (
     EngineRef,
@@ -123,12 +122,13 @@ class PublicationRecord:
         self.mark_ends.extend(step.mark_ends)
 
     def drop_steps(self) -> None:
-        """Drop the steps: no reader gets them any more."""
+        """Drop the steps and their checksums: no reader gets them any more."""
         self.steps.clear()
         self.extents.clear()
         self.unfinished.clear()
         self.layers.clear()
         self.mark_ends.clear()
+        self.checksums = Checksums()
 
     def due(self) -> float:
         """When the publication ends, is released or forgotten, or its release event is repeated."""
@@ -252,26 +252,26 @@ def ended(
 
 def check_follows(publication: PublicationRecord, step: PublicationStep) -> None:
     """Raise `InvalidField` unless a step continues where the publication's steps ended."""
-    if step.index != len(publication.steps):
-        raise InvalidField("publish.step", step.index, f"{len(publication.steps)}, the next step")
-    if publication.steps:
-        _check_continues(publication, step)
-    _check_unfinished(publication, step)
-    if step.mark_ends:
-        _check_marks(publication.mark_ends, step)
-
-
-def _check_continues(publication: PublicationRecord, step: PublicationStep) -> None:
-    steps = publication.steps
-    if steps[-1].last:
-        raise InvalidField("publish.step", step.index, f"at most {len(steps) - 1}, the last step of the publication")
-    if step.request_id != publication.request_id:
+    count = len(publication.steps)
+    if step.index != count:
+        raise InvalidField("publish.step", step.index, f"{count}, the next step")
+    if publication.complete:
+        raise InvalidField("publish.step", step.index, f"at most {count - 1}, the last step of the publication")
+    if count and step.request_id != publication.request_id:
         raise InvalidField("publish.request_id", step.request_id, f"{publication.request_id!r}, as in the first step")
     for blocks in step.groups:
         before = publication.extents.get(blocks.group)
         if before is not None and blocks.first_token != before.end_token:
             expected = f"{before.end_token}, where the step before ended"
             raise InvalidField(f"publish.groups[{blocks.group}].first_token", blocks.first_token, expected)
+    _check_unfinished(publication, step)
+    if step.mark_ends:
+        ends = [*publication.mark_ends, *step.mark_ends]
+        if len(ends) > MAX_MARKS:
+            raise InvalidField("publish.marks", f"{len(ends)} marks", f"at most {MAX_MARKS} over all steps")
+        twice = next((end for index, end in enumerate(ends) if end in ends[:index]), None)
+        if twice is not None:
+            raise InvalidField("publish.marks", f"end {twice} again", "each end once over all steps")
 
 
 def _check_unfinished(publication: PublicationRecord, step: PublicationStep) -> None:
@@ -303,12 +303,3 @@ def _check_unfinished(publication: PublicationRecord, step: PublicationStep) -> 
             where = f"publish.unfinished.groups[{blocks.group}]"
             expected = f"tokens from {start}, where the step before ended"
             raise InvalidField(where, (blocks.first_token, blocks.end), expected)
-
-
-def _check_marks(before: Sequence[int], step: PublicationStep) -> None:
-    ends = [*before, *step.mark_ends]
-    if len(ends) > MAX_MARKS:
-        raise InvalidField("publish.marks", f"{len(ends)} marks", f"at most {MAX_MARKS} over all steps")
-    twice = next((end for index, end in enumerate(ends) if end in ends[:index]), None)
-    if twice is not None:
-        raise InvalidField("publish.marks", f"end {twice} again", "each end once over all steps")

@@ -28,13 +28,10 @@ Changed: TypeAlias = PublicationRecord | str | Feed
 
 
 class Records:
-    """The publications of each engine, and leases, of a home.
-
-    Every public call of `Sources` and `Lessor` first calls `advance`, so that a lease is live exactly until its time,
-    however late the home's timer is. The home's other parts share `clock`, `times`, `limits`, `memory` and `journal`,
-    and when it `started`. `wake` is called with what has changed; its waiting calls must not go on before the present
-    call has ended.
-    """
+    """The publications of each engine, and leases, of a home. Every public call of `Sources` and `Lessor` first calls
+    `advance`, so that a lease is live exactly until its time, however late the home's timer is. The home's other parts
+    share `clock`, `times`, `limits`, `memory` and `journal`, and when it `started`. `wake` is called with what has
+    changed; its waiting calls must not go on before the present call has ended."""
 
     def __init__(
         self, clock: Clock, times: Times, limits: Limits, wake: Callable[[Changed], None] = lambda _: None
@@ -97,11 +94,11 @@ class Records:
             self._on_publication_due(publication, now)
         return engine.publications.get(number)
 
-    def unreleased(self, engine: Engine, number: int, now: float) -> PublicationRecord:
+    def unreleased(self, source: EngineRef, number: int) -> PublicationRecord:
         """Return a publication that has arrived and is not released, so that it may have readers. Raises
         `PublicationStale` or `PublicationReleased` if there is none with this number any more, and `HomeRecovering` if
         it has not arrived yet, or the source's snapshot may have it."""
-        publication = self.publication(engine, number, now)
+        engine, publication, now = self.begin_with(source, number)
         if publication is None or publication.stage is PublicationStage.AWAITED:
             engine.check_recovered()
             engine.check_may_arrive(number, now)
@@ -157,8 +154,9 @@ class Records:
         """Note that an incarnation is alive. One without records here must send its snapshot."""
         engine = self.engines.get(ref)
         if engine is not None:
-            # It was gone, but leases on its publications are live.
-            engine.begin_again()
+            # It was gone, but leases on its publications are live. Its ranks must register again.
+            engine.gone, engine.groups = False, None
+            engine.block_bytes.clear()
             return engine
         router_keys = RouterKeys(ref, self.memory, self._router_declines)
         self.engines[ref] = Engine(ref, self.times, secret, router_keys)
@@ -338,20 +336,16 @@ class Records:
         engine = self.engines[publication.source]
         self.move(publication, PublicationStage.RELEASED, now)
         engine.unpin(publication)
-        checksum_bytes = publication.checksums.clear()
-        self.memory.give(engine.ref, publication.size + checksum_bytes)
+        engine.checksum_bytes -= publication.checksums.size
+        self.memory.give(engine.ref, publication.size + publication.checksums.size)
         publication.drop_steps()
-        engine.checksum_bytes -= checksum_bytes
         if engine.gone:
             # No process acknowledges this release: the blocks belong to the new incarnation, which waited for
             # `reuse_after`.
             self.forget(publication)
         else:
-            self._tell_released(publication, now)
-
-    def _tell_released(self, publication: PublicationRecord, now: float) -> None:
-        publication.tell_again_at = now + self.times.max_ttl
-        self.tell(self.engines[publication.source], publication)
+            publication.tell_again_at = now + self.times.max_ttl
+            self.tell(engine, publication)
 
     def _on_lease_due(self, lease: Lease, now: float) -> None:
         if lease.live:
@@ -375,9 +369,9 @@ class Records:
 
     def _on_publication_due(self, publication: PublicationRecord, now: float) -> None:
         if publication.stage is PublicationStage.RELEASED:
-            if self.engines[publication.source].watched:
-                self._tell_released(publication, now)
             publication.tell_again_at = now + self.times.max_ttl
+            if (engine := self.engines[publication.source]).watched:
+                self.tell(engine, publication)
         elif publication.grantable:
             # For the first reason, however late the timer is: this host may have slept.
             final = bool(publication.leases) or publication.final_at <= publication.hold_until

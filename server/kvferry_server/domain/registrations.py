@@ -48,7 +48,7 @@ class Registration:
         if self.rank >= self.num_ranks:
             raise InvalidField("rank.rank", self.rank, f"below num_ranks, {self.num_ranks}")
         # Checks the planes against the groups, and the groups against each other.
-        EngineGeometry(self.engine.engine_id, self.groups, (self.geometry,))
+        self.of_engine((self.geometry,))
         check_apart(self.groups, self.geometry.rank, self.geometry.planes, may_share=True)
         if self.agent is not None:
             self._check_agent(self.agent)
@@ -63,6 +63,11 @@ class Registration:
             most = MAX_REGION_CHECKS // planes
             raise InvalidField("agent.regions", f"{len(agent.regions)} regions", f"at most {most} for {planes} planes")
         check_regions(self.geometry, agent.regions)
+
+    def of_engine(self, ranks: tuple[RankGeometry, ...] = ()) -> EngineGeometry:
+        """Return the engine with these of its ranks."""
+        engine_id, incarnation = self.engine.engine_id, self.engine.incarnation
+        return EngineGeometry(engine_id, self.groups, ranks, self.identity, incarnation, self.partial)
 
     @property
     def rank(self) -> int:
@@ -134,24 +139,18 @@ def _difference(where: str, mine: Any, theirs: Any) -> str:
 
 
 class EngineDescription:
-    """An engine as its readers see it, made from the registrations of its ranks (at least one, in order of rank).
+    """An engine as its readers see it, made from the registrations of its ranks (at least one, in order of rank). Not
+    thread-safe: the node server's worker thread (`kvferry_server.home.time_slices`) makes each part when it is first
+    needed."""
 
-    Not thread-safe: the node server's worker thread (`kvferry_server.servicers.worker`) makes each part when it is
-    first needed.
-    """
-
-    def __init__(self, ref: EngineRef, registrations: tuple[Registration, ...]) -> None:
-        self._ref = ref
+    def __init__(self, registrations: tuple[Registration, ...]) -> None:
         self._registrations = registrations
         self._pages: dict[bool, tuple[bytes, ...]] = {}
         self._readers: set[bytes] = set()
 
     @cached_property
     def geometry(self) -> EngineGeometry:
-        first, ranks = self._registrations[0], tuple(registration.geometry for registration in self._registrations)
-        return EngineGeometry(
-            self._ref.engine_id, first.groups, ranks, first.identity, self._ref.incarnation, first.partial
-        )
+        return self._registrations[0].of_engine(tuple(each.geometry for each in self._registrations))
 
     def check_complete(self) -> None:
         """Raise `BadGeometry` unless the ranks, all of which are there, together hold all heads and channels (R8)."""
@@ -166,7 +165,7 @@ class EngineDescription:
     def check_version(self, reader: Version) -> None:
         """Raise `ContractDiffers` unless a reader's version works with that of every rank."""
         for version in {registration.version for registration in self._registrations}:
-            check_together(reader, "the reader", version, f"the source {self._ref.engine_id!r}")
+            check_together(reader, "the reader", version, f"the source {self._registrations[0].engine.engine_id!r}")
 
     def note_reader(self, digest: bytes) -> None:
         """Note the digest of a reader's geometry that was found compatible."""
@@ -181,12 +180,11 @@ class EngineDescription:
     def pages(self, epoch: bytes, times: pb.Times, *, agents: bool) -> tuple[bytes, ...]:
         """Return the engine as encoded `HandshakeResponse` messages. `epoch` and `times` of the home do not change."""
         if agents not in self._pages:
-            engine = engine_header(self._ref, self._registrations[0])
             oldest = min((registration.version for registration in self._registrations), key=attrgetter("revision"))
             first = pb.HandshakeResponse(
                 home_epoch=epoch,
                 times=times,
-                engine=engine,
+                engine=engine_to_proto(self._registrations[0].of_engine()),
                 num_ranks=len(self._registrations),
                 version=OURS_ENCODED,
                 source_version=oldest.to_proto(),
@@ -225,11 +223,3 @@ class EngineDescription:
             parts.append(rank)
             size += len(rank)
         yield b"".join(parts)
-
-
-def engine_header(ref: EngineRef, registration: Registration) -> geometry_pb2.EngineGeometry:
-    """Return an engine without its ranks, as any of them registered it."""
-    bare = EngineGeometry(
-        ref.engine_id, registration.groups, (), registration.identity, ref.incarnation, registration.partial
-    )
-    return engine_to_proto(bare)

@@ -27,7 +27,7 @@ from kvferry.errors import (
     PeerRestarted,
     WrongSession,
 )
-from kvferry_server.domain.engine import Engine, Process
+from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.journal import UNIX_PEER, short
 from kvferry_server.domain.limits import Budget, check_budget, check_limit
 from kvferry_server.domain.records import Records
@@ -65,11 +65,6 @@ class Registry:
         """Yield the engines that are not dead."""
         return (engine for engine in self._engines.values() if not engine.dead)
 
-    def has_feed(self, process: Process) -> bool:
-        """Whether a process has, or had, a Watch here."""
-        engine = self._engines.get(process.engine)
-        return engine is not None and process in engine.feeds
-
     def find(self, ref: EngineRef) -> Engine:
         """Return an engine that is alive or may come back. Raises `PeerRestarted` if another incarnation took its
         place, `HomeRecovering` while this home, just started, waits for its engines, and otherwise `EngineUnknown`."""
@@ -99,12 +94,9 @@ class Registry:
 
     def reuse_after(self, ref: EngineRef) -> float:
         """Return the seconds until the last lease on older incarnations of an engine has ended (PROTOCOL, A source that
-        restarts over the same memory).
-
-        A home that has just started does not know all of these leases; but none was granted after it started. Leases on
-        an older incarnation that still seems alive may be extended until its death is noticed, at most to their final
-        deadline.
-        """
+        restarts over the same memory). A home that has just started does not know all of these leases; but none was
+        granted after it started. Leases on an older incarnation that still seems alive may be extended until its death
+        is noticed, at most to their final deadline."""
         if any(engine.ref != ref and not engine.dead for engine in self._named(ref.engine_id)):
             return self._times.final
         known = self._records.engines.items()
@@ -145,7 +137,6 @@ class Registry:
                 check_budget("engines", self._engines_by_host, host, self._times.engine_ttl)
             for other in replaced:
                 self._journal.engine("engine_replaced", other.ref, by=short(ref.incarnation), peer=host or UNIX_PEER)
-                self._refuse(other, now)
                 self._forget(other, _restarted(other.ref, REPLACED, ref.incarnation.hex()))
             engine = self._engines[ref] = self._records.open(ref, secret)
             self._journal.engine("engine_opened", ref, peer=host or UNIX_PEER)
@@ -169,21 +160,19 @@ class Registry:
         """End an incarnation for good, for an operator, alive or not, as if another had taken its place: its
         publications end, leases on them run out, and its Watches end. Idempotent. Raises `EngineUnknown` or
         `HomeRecovering` if this home does not have it."""
-        now = self._records.advance()
+        self._records.advance()
         if self._is_retired(ref):
             return
         engine = self._engines.get(ref)
         if engine is None:
             raise self._unknown(ref.engine_id)
         self._journal.engine("engine_evicted", ref, bad=True)
-        self._refuse(engine, now)
         self._forget(engine, _restarted(ref, "was evicted by an operator"))
 
     def retire(self, ref: EngineRef) -> None:
         """End an incarnation for good, for its scheduler, after `check_session`. Raises as `find`."""
-        now = self._records.advance()
+        self._records.advance()
         engine = self.find(ref)
-        self._refuse(engine, now)
         self._journal.engine("engine_retired", ref)
         self._forget(engine)
 
@@ -236,14 +225,18 @@ class Registry:
         before = engine.ranks.get(registration.rank)
         if before is None:
             self._memory.take(engine.ref, registration.size)
-        if registration.rank in engine.lost_ranks and registration.rank not in engine.watched_ranks:
+        back = registration.rank in engine.lost_ranks
+        if back and registration.rank not in engine.watched_ranks:
             # The rank is back without a Watch: it has one engine_ttl to open a Watch.
             engine.rank_lost_at[registration.rank] = now
-        back = registration.rank in engine.lost_ranks
         first = engine.groups is None
         engine.add(registration)
-        if first:
-            self._check_publications(engine)
+        for publication in list(engine.publications.values()) if first else ():
+            try:
+                for step in publication.steps:
+                    check_step(engine.groups or {}, step)
+            except KvferryError:
+                self._records.abort(publication, RevokeReason.ABORTED, now)
         self._deadlines.put(engine, self._on_due)
         if before is None or back:
             self._journal.engine(
@@ -275,15 +268,6 @@ class Registry:
         self._memory.check(engine.ref, registration.size)
         return engine
 
-    def _check_publications(self, engine: Engine) -> None:
-        now = self._records.advance()
-        for publication in list(engine.publications.values()):
-            try:
-                for step in publication.steps:
-                    check_step(engine.groups or {}, step)
-            except KvferryError:
-                self._records.abort(publication, RevokeReason.ABORTED, now)
-
     def _check_not_in_use(self, engine: Engine, now: float) -> None:
         """Raise `EngineIdInUse` if another incarnation may not take the engine_id from this one: unless this one is
         dead, or this home has just started and cannot tell which is the older."""
@@ -306,9 +290,11 @@ class Registry:
         engine.host = host
         self._memory.comes_from(engine.ref, host)
 
-    def _forget(self, engine: Engine, why: KvferryError | None = None) -> None:
-        """End an incarnation. Watches that its processes still have end with `why`: nothing would reach them any more.
-        None: its scheduler has stopped the incarnation, and its processes end by themselves."""
+    def _forget(self, engine: Engine, why: KvferryError | None = None, *, refuse: bool = True) -> None:
+        """End an incarnation, and `refuse` it from now on. Watches that its processes still have end with `why`:
+        nothing would reach them any more. None: its scheduler has stopped it, and its processes end by themselves."""
+        if refuse:
+            self._refuse(engine, self._clock.now())
         if why is not None:
             for feed in engine.feeds.values():
                 feed.ended = why
@@ -327,7 +313,6 @@ class Registry:
         return until > self._clock.now()
 
     def _refuse(self, engine: Engine, now: float) -> None:
-        """Refuse an incarnation from now on; to be called before `_forget`."""
         self._retired.pop(engine.ref, None)
         self._retired[engine.ref] = now + self._times.retire, engine.host
         while self._retired[oldest := next(iter(self._retired))][0] <= now:
@@ -377,7 +362,7 @@ class Registry:
         elif engine.lost_at + engine_ttl + self._times.retire <= now:
             self._journal.engine("engine_forgotten", engine.ref)
             problem = f"this home has forgotten {engine.ref}, whose scheduler has been away for too long"
-            self._forget(engine, EngineUnknown(problem, engine_id=engine.ref.engine_id))
+            self._forget(engine, EngineUnknown(problem, engine_id=engine.ref.engine_id), refuse=False)
 
 
 def _restarted(ref: EngineRef, how: str, current: str = "") -> PeerRestarted:

@@ -112,31 +112,20 @@ class WaitingRead:
 
 @dataclass(frozen=True, slots=True)
 class _Past:
-    """A key whose publication was released and forgotten."""
-
-    number: int
-    key: bytes = field(repr=False)
-    outcome: ReleaseOutcome | None
-    until: float
-    not_published: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Declined:
-    """A key that was declined before its publication arrived."""
+    """A key whose publication was released and forgotten, or was declined before it arrived."""
 
     until: float
-    holder: Hashable
     not_published: bool
+    outcome: ReleaseOutcome | None = ReleaseOutcome.DECLINED
+    number: int = 0  # of a publication that has arrived
+    key: bytes = field(default=b"", repr=False)  # of a publication that has arrived
+    holder: Hashable = None  # who declined one that had not
 
 
 class RouterKeys:
     """The router keys of one incarnation, and the questions to it. `declines` is the budget, by caller, of all
-    incarnations for declines of publications that have not arrived.
-
-    Questions count against the memory of their asker, not of the engine: a flood of them takes no room from the
-    engine's publications.
-    """
+    incarnations for declines of publications that have not arrived. Questions count against the memory of their asker,
+    not of the engine: a flood of them takes no room from the engine's publications."""
 
     def __init__(self, source: EngineRef, memory: MemoryBudget, declines: Budget) -> None:
         # The open ones, and for `ENDED_KEPT` seconds those that ended without a publication, for readers who come a
@@ -150,7 +139,7 @@ class RouterKeys:
         self._held: dict[str, PublicationRecord] = {}
         # In the order in which they expire.
         self._past: dict[str, _Past] = {}
-        self._declined: dict[RouterKey, _Declined] = {}
+        self._declined: dict[RouterKey, _Past] = {}
         self.scheduled = NEVER
 
     def due(self) -> float:
@@ -175,10 +164,9 @@ class RouterKeys:
         past = self._past.get(wanted.name)
         if past is not None:
             self._check(wanted, past.key, past.number)
+        past = past or self._declined.get(wanted)
+        if past is not None:
             raise ended(named, engine_id, past.number, past.outcome, not_published=past.not_published)
-        declined = self._declined.get(wanted)
-        if declined is not None:
-            raise ended(named, engine_id, 0, ReleaseOutcome.DECLINED, not_published=declined.not_published)
         return None
 
     def check_free(self, name: str, now: float) -> None:
@@ -187,10 +175,8 @@ class RouterKeys:
         other = self._held.get(name) or self._past.get(name)
         if other is not None:
             engine_id = self._source.engine_id
-            problem = (
-                f"publication {other.number} of engine {engine_id!r} has the router key {name!r}, or had it a short"
-            )
-            then = "time ago: draw a new reference for every request and every attempt"
+            problem = f"publication {other.number} of engine {engine_id!r} has the router key {name!r}, or had it a"
+            then = "short time ago: draw a new reference for every request and every attempt"
             raise RouterKeyUsed(f"{problem} {then}", engine_id=engine_id, publication=other.number)
 
     def arrived(self, publication: PublicationRecord, now: float) -> bool:
@@ -211,8 +197,7 @@ class RouterKeys:
         if key is None or self._held.get(key.name) is not publication:
             return
         del self._held[key.name]
-        number, outcome = publication.number, publication.outcome
-        self._past[key.name] = _Past(number, key.key, outcome, until, publication.not_published)
+        self._past[key.name] = _Past(until, publication.not_published, publication.outcome, publication.number, key.key)
         self._memory.take(self._source, ROUTER_KEY_BYTES)
         if len(self._past) > MAX_PAST_ROUTER_KEYS:
             self._drop_past()
@@ -225,7 +210,7 @@ class RouterKeys:
         self.drop_old(now)
         check_budget("router_keys", self._declines, holder, until - now)
         self._declines.take(holder)
-        self._declined[key] = _Declined(until, holder, not_published)
+        self._declined[key] = _Past(until, not_published, holder=holder)
 
     def close(self) -> None:
         """Forget everything: the engine is gone."""

@@ -31,15 +31,11 @@ Answer = TypeVar("Answer")
 
 
 class Routing:
-    """The calls with references of routers on a home's records.
-
-    `sources` are the living engines that a reference may mean: mostly one, but two names may fit, and a home that has
-    just started cannot tell which of two incarnations is the older. The source is the engine that has the publication
-    under the router's key. A refusal of another engine does not count: that engine may be an impostor.
-
-    `first_question`, the number of the first question, is another one at each start of a home: a miss that comes after
-    a restart is about no question of the new start.
-    """
+    """The calls with references of routers on a home's records. `sources` are the living engines that a reference may
+    mean: mostly one, but two names may fit, and a home that has just started cannot tell which of two incarnations is
+    the older. The source is the engine that has the publication under the router's key. A refusal of another engine
+    does not count: that engine may be an impostor. `first_question`, the number of the first question, is another one
+    at each start of a home: a miss that comes after a restart is about no question of the new start."""
 
     def __init__(self, records: Records, first_question: int = 1) -> None:
         self._records = records
@@ -92,14 +88,10 @@ class Routing:
 
     def ask(self, source: EngineRef, ask: Ask) -> None:
         """Ask a source for the beginning of a prompt. Idempotent by router key: a question that is open, or was
-        answered, stays as it is, and one that has ended otherwise for as long as that is remembered.
-
-        Raises:
-            PrefixMiss: the question has ended without a publication; or the engine cannot be asked or read from now.
-            PublicationReleased: it was declined before it came, or its publication was released.
-            HomeRecovering, ServerDraining, LimitReached: repeat the call later.
-            EngineUnknown: the source is gone.
-        """
+        answered, stays as it is, and one that has ended otherwise for as long as that is remembered. Raises
+        `PrefixMiss` if the question has ended without a publication, or the engine cannot be asked or read from now;
+        `PublicationReleased` if it was declined before it came, or its publication was released; `HomeRecovering`,
+        `ServerDraining` or `LimitReached` if the call is to be repeated; `EngineUnknown` if the source is gone."""
         now = self._records.advance()
         engine = self._records.of_engine(source)
         keys = engine.router_keys
@@ -124,15 +116,11 @@ class Routing:
         elsewhere: bool = False,
     ) -> bool:
         """End a publication that will not be read, as `Lessor.decline` does. If it has not arrived, the reads that wait
-        for it end, and the decline is remembered for `max_wait` seconds. Idempotent.
-
-        A question of an asker who declines its reference is withdrawn.
-
-        With `not_published`, readers get the reason that the source's client has given the publication up. If the
-        reference may be meant for `elsewhere`, returns False, and does nothing, unless a source has, or had, a
-        publication under this key, or a read or a question waits there for one. Raises `WrongKey`, and `LimitReached`
-        if this caller has declined too many publications before they arrived.
-        """
+        for it end, and the decline is remembered for `max_wait` seconds. Idempotent. A question of an asker who
+        declines its reference is withdrawn. With `not_published`, readers get the reason that the source's client has
+        given the publication up. If the reference may be meant for `elsewhere`, returns False, and does nothing, unless
+        a source has, or had, a publication under this key, or a read or a question waits there for one. Raises
+        `WrongKey`, and `LimitReached` if this caller has declined too many publications before they arrived."""
         now, known = self._records.advance(), not elsewhere
         not_here = list[Engine]()
         for source in sources:
@@ -156,7 +144,7 @@ class Routing:
                 self._records.end_question(question, ended)
                 return True
             reads = (read for read in self._records.waits.get(wanted.name, ()) if source in read.sources)
-            known = known or any(_same(read.router_key, wanted) for read in reads)
+            known = known or any(hmac.compare_digest(read.router_key.key, wanted.key) for read in reads)
             not_here.append(engine)
         if not known:
             return False
@@ -167,10 +155,6 @@ class Routing:
             self._records.deadlines.put(keys, RouterKeys.drop_old)
             self._records.wake(wanted.name)
         return True
-
-
-def _same(one: RouterKey, other: RouterKey) -> bool:
-    return one.name == other.name and hmac.compare_digest(one.key, other.key)
 
 
 def unless_all_refuse(asked: Iterable[Asked], call: Callable[[Asked], Answer]) -> list[Answer]:

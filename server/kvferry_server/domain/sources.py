@@ -12,13 +12,12 @@ from collections.abc import Collection
 from kvferry._wire.outcomes import MissReason, ReleaseOutcome
 from kvferry.errors import EngineIncomplete, InvalidField, PublicationStale, ServerDraining
 from kvferry.geometry.model import Group
-from kvferry_server.domain.checksum_pages import ChecksumPage, check_indexes
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.limits import check_limit
 from kvferry_server.domain.publications import PUBLICATION_BYTES, PublicationRecord, PublicationStage, check_follows
 from kvferry_server.domain.records import Records
 from kvferry_server.domain.router_keys import QuestionOutcome
-from kvferry_server.domain.steps import PublicationStep, check_step
+from kvferry_server.domain.steps import ChecksumPage, PublicationStep, check_indexes, check_step
 from kvferry_server.domain.times import ANSWER_HOLD
 from kvferry_server.domain.values import EngineRef, RevokeReason
 
@@ -33,16 +32,12 @@ class Sources:
     # Publications.
 
     def publish(self, source: EngineRef, step: PublicationStep) -> PublicationRecord:
-        """Accept a step of a publication. Idempotent by (source, publication, step).
-
-        Raises:
-            InvalidField, BadBlock: the step contradicts itself, an earlier step, or the engine's groups.
-            PublicationStale, PublicationReleased, PublicationAborted: the publication has ended.
-            EngineIncomplete: no rank has registered groups yet.
-            HomeRecovering: the steps before this one are missing; the engine's snapshot has them.
-            RouterKeyUsed: another publication has the router key.
-            LimitReached, ServerDraining: the home takes no new publication of this engine, or none at all.
-        """
+        """Accept a step of a publication. Idempotent by (source, publication, step). Raises `InvalidField` or
+        `BadBlock` if the step contradicts itself, an earlier step, or the engine's groups; `PublicationStale`,
+        `PublicationReleased` or `PublicationAborted` if the publication has ended; `EngineIncomplete` if no rank has
+        registered groups yet; `HomeRecovering` if the steps before this one are missing, which the engine's snapshot
+        has; `RouterKeyUsed` if another publication has the router key; `LimitReached` or `ServerDraining` if the home
+        takes no new publication of this engine, or none at all."""
         engine, publication, now = self._records.begin_with(source, step.number)
         if publication is None or publication.stage is PublicationStage.AWAITED:
             engine.check_may_arrive(step.number, now)
@@ -68,11 +63,9 @@ class Sources:
 
     def abort(self, source: EngineRef, number: int, *, not_published: bool = False) -> None:
         """Abort a publication: no new leases and no renewals; it is released when its last live lease ends. Idempotent.
-
         A publication that has not arrived is released as well, and cannot arrive any more: its source keeps the blocks
         until the release event. With `not_published`, readers get the reason that the source's client has given the
-        publication up. Raises `LimitReached` if the engine has too many publications.
-        """
+        publication up. Raises `LimitReached` if the engine has too many publications."""
         engine, publication, now = self._records.begin_with(source, number)
         if publication is None or publication.stage is PublicationStage.AWAITED:
             if not engine.may_arrive(number, now):
@@ -115,17 +108,10 @@ class Sources:
         if question is not None:
             self._records.end_question(question, QuestionOutcome.MISSED, why)
 
-    # Checksums.
-
-    def unreleased(self, source: EngineRef, number: int) -> PublicationRecord:
-        """Return a publication that has arrived and is not released. Raises as `Records.unreleased`."""
-        engine, now = self._records.begin(source)
-        return self._records.unreleased(engine, number, now)
-
     def add_checksums(self, source: EngineRef, number: int, group: Group, page: ChecksumPage) -> None:
         """Keep checksums of a publication's blocks in a group until it is released. Idempotent. Raises `InvalidField`
-        if the page contradicts another, `LimitReached`, and as `unreleased` and `check_indexes`."""
-        publication, engine = self.unreleased(source, number), self._records.of_engine(source)
+        if the page contradicts another, `LimitReached`, and as `Records.unreleased` and `check_indexes`."""
+        publication, engine = self._records.unreleased(source, number), self._records.of_engine(source)
         check_indexes(group, publication.extents, page, complete=publication.complete)
         checksums = publication.checksums
         if checksums.has(page):

@@ -161,7 +161,8 @@ class Home(AbstractContextManager[float]):
         """Open a process's Watch, within a turn. Returns its feed, which serves this Watch and no older one. Raises
         `ServerDraining`; `LimitReached` if the engine takes too much memory; and as `Registry.open_engine` and
         `Registry.open_rank`."""
-        is_scheduler, new = process.role is Role.SCHEDULER, not self.engines.has_feed(process)
+        known, is_scheduler = self.records.engines.get(process.engine), process.role is Role.SCHEDULER
+        new = known is None or process not in known.feeds
         size = FEED_BYTES + (EVENT_BYTES * self.limits.watch_queue if is_scheduler else 0)
         if new or self.stopping:
             # In a drain only processes that had a Watch may open one.

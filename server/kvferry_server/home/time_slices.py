@@ -1,18 +1,28 @@
-"""Time slices: how long calls work on the event loop before everything else on it has its turn, and which call is next.
+"""Whose turn it is on the event loop, and on the one worker thread beside it.
+
+Time slices: how long calls work on the event loop before everything else on it has its turn, and which call is next.
 
 A thousand heavy notifications take tenths of a second, and a host may send many such calls at once. In each pass of the
 event loop, calls work for one time slice together. Calls that find it used up wait, and get one slice each: hosts in
 turns, so that the calls of one host, however many and large, delay another host's by one slice. Short calls (renewals,
 mostly) and long calls have rotations of their own, which alternate: neither waits for all of the other.
+
+The worker thread decodes, compares and encodes geometries of many planes. There is one thread, not several, because it
+competes with the event loop for the interpreter, and renewals must stay fast. It serves hosts in rotation as well.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from kvferry.errors import LimitReached
 
 TIME_SLICE = 0.002
 """Seconds of work in one pass of the event loop. A short call takes about five passes from its arrival to its answer,
@@ -101,21 +111,38 @@ class TimeSlices:
             self._until, self._short_first = math.inf, True
 
 
-class TimeSlice:
-    """The time slices of one call. `recheck` is called after other calls have worked, because earlier checks may no
-    longer hold; an error that it raises ends the call."""
+Result = TypeVar("Result")
 
-    def __init__(self, slices: TimeSlices, host: str, *, short: bool, recheck: Callable[[], object]) -> None:
-        self._slices = slices
-        self._host, self._short = host, short
-        self._recheck = recheck
 
-    async def begin(self) -> None:
-        await self._slices.begin(self._host, short=self._short)
-        self._recheck()
+class Worker:
+    """The worker thread of one event loop: a new one for each call, in 0.2 ms, so that without work there is none."""
 
-    async def pause_if_over(self) -> None:
-        """If the slice is over, let other calls work, and check again in the next one."""
-        if self._slices.over:
-            await self._slices.wait(self._host, short=self._short)
-            self._recheck()
+    def __init__(self) -> None:
+        self._busy = False
+        self._waiting = Rotation(self._pass_on)
+        self._last: ThreadPoolExecutor | None = None
+
+    async def run(self, host: str, call: Callable[[], Result]) -> Result:
+        """Run a call, which must not touch the home, on the thread and return its result. Calls of one host run in
+        order; one that is cancelled while it waits is not run. Raises `LimitReached` if the system refuses a thread."""
+        if self._busy:
+            await self._waiting.wait(host)
+        self._busy, executor = True, ThreadPoolExecutor(1, "kvferry-worker")
+        try:
+            running = asyncio.wrap_future(executor.submit(call))
+        except RuntimeError as error:
+            self._pass_on()
+            threads = threading.active_count()
+            raise LimitReached(f"the worker: {error}", retry_after=0.25, limit="threads", value=threads) from None
+        executor.shutdown(wait=False)  # The thread ends with the call.
+        self._last = executor
+        running.add_done_callback(lambda _: self._pass_on())
+        # A caller that leaves does not end the call, and the next call waits for its end: so there is one thread.
+        return await asyncio.shield(running)
+
+    def join(self) -> None:
+        if self._last is not None:
+            self._last.shutdown()
+
+    def _pass_on(self) -> None:
+        self._busy = self._waiting.wake()

@@ -1,4 +1,4 @@
-"""The policy file, in TOML: rules that give roles to identities (see `kvferry_server.domain.roles`)."""
+"""The policy file, in TOML: rules that give roles to identities (see `kvferry_server.servicers.access`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from kvferry._directory.file import parse_toml
 from kvferry.errors import InvalidField
-from kvferry_server.domain.roles import ANYBODY, EVERY, Grant, Policy, Rule
+from kvferry_server.servicers.access import ANYBODY, EVERY, Grant, Policy, Rule
 
 MAX_RULES = 1000  # Each call of a caller whose roles are limited looks at all rules
 

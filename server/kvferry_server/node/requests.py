@@ -22,13 +22,12 @@ import grpc.aio
 from kvferry._wire.channel import MAX_MESSAGE_BYTES, MAX_NOTIFY_BYTES
 from kvferry.errors import InvalidField, KvferryError, LimitReached
 from kvferry_server.domain.limits import Budget, check_budget
-from kvferry_server.home.time_slices import TimeSlices
+from kvferry_server.home.time_slices import TimeSlices, Worker
 from kvferry_server.node import limits
 from kvferry_server.node.decoded_size import Decoded, Shape, shape_of
 from kvferry_server.node.limits import REQUEST_TIMEOUT, RETRY_AFTER, SLOW_PEER_TIMEOUT
 from kvferry_server.servicers.callers import Context
 from kvferry_server.servicers.limits import MAX_INLINE_BYTES
-from kvferry_server.servicers.worker import Worker
 
 INTROSPECTION = "/kvferry.v1.Introspection/"
 KV_TRANSFER = "/kvferry.v1.KVTransfer/"

@@ -28,9 +28,9 @@ from kvferry.errors import InternalError, InvalidField
 from kvferry.v1 import admin_pb2, introspection_pb2, kv_transfer_pb2
 from kvferry_server.admin.node_state import CallCounts, NodeState, ShownListener
 from kvferry_server.domain.limits import Limits
-from kvferry_server.domain.roles import Policy
 from kvferry_server.domain.times import BOOT
 from kvferry_server.home.home import Home
+from kvferry_server.home.time_slices import Worker
 from kvferry_server.node.certificates import Certificates
 from kvferry_server.node.config import NodeConfig, advertised, is_on_loopback
 from kvferry_server.node.connections import ConnectionLimiter, connections_each, count_connections, file_limit
@@ -43,10 +43,9 @@ from kvferry_server.node.policy_file import read_policy
 from kvferry_server.node.requests import Requests
 from kvferry_server.node.tracing import Tracing, untraced
 from kvferry_server.servicers import add_servicers
-from kvferry_server.servicers.access import TRUSTED, UNKNOWN_CALLERS, Access
+from kvferry_server.servicers.access import TRUSTED, UNKNOWN_CALLERS, Access, Policy
 from kvferry_server.servicers.callers import names_of, nobody
 from kvferry_server.servicers.relay import Relays
-from kvferry_server.servicers.worker import Worker
 
 if TYPE_CHECKING:
     from kvferry_server.admin.service import AdminService

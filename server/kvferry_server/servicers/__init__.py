@@ -10,12 +10,12 @@ from kvferry.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from kvferry.v1.introspection_pb2_grpc import add_IntrospectionServicer_to_server
 from kvferry.v1.kv_transfer_pb2_grpc import add_KVTransferServicer_to_server
 from kvferry_server.home.home import Home
+from kvferry_server.home.time_slices import Worker
 from kvferry_server.servicers.admin import Admin
 from kvferry_server.servicers.callers import NamesOf, names_of
 from kvferry_server.servicers.introspection import Introspection
 from kvferry_server.servicers.kv_transfer import KVTransfer
 from kvferry_server.servicers.relay import Relays
-from kvferry_server.servicers.worker import Worker
 
 
 def add_servicers(

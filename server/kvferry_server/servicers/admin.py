@@ -11,7 +11,6 @@ from kvferry.errors import InvalidField, KvferryError, LeaseEnded
 from kvferry.v1 import admin_pb2 as apb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.admin_pb2_grpc import AdminServicer
-from kvferry_server.domain.values import EngineRef
 from kvferry_server.home.home import Home
 from kvferry_server.servicers import checks, encode
 from kvferry_server.servicers.callers import Context, NamesOf, caller
@@ -32,7 +31,7 @@ class Admin(AdminServicer):
 
     async def Drain(self, request: apb.DrainRequest, context: Context) -> apb.DrainResponse:
         home = self._home
-        with self._audited("Drain", context, {}):
+        with self._audited("Drain", context):
             epoch = checks.random_bytes("home_epoch", request.home_epoch)
             if epoch != home.epoch:
                 expected = f"{home.epoch.hex()}, this start of the node server"
@@ -46,8 +45,7 @@ class Admin(AdminServicer):
 
     async def EndLease(self, request: apb.EndLeaseRequest, context: Context) -> apb.EndLeaseResponse:
         home = self._home
-        values = {**_named(request.source.engine_id, request.source.incarnation), "lease_number": request.lease_number}
-        with self._audited("EndLease", context, values):
+        with self._audited("EndLease", context, request.source, lease_number=request.lease_number):
             epoch = checks.random_bytes("home_epoch", request.home_epoch)
             source = checks.engine_ref("source", request.source)
             number = checks.positive("lease_number", request.lease_number)
@@ -66,8 +64,7 @@ class Admin(AdminServicer):
         self, request: apb.AbortPublicationRequest, context: Context
     ) -> apb.AbortPublicationResponse:
         home = self._home
-        values = {**_named(request.source.engine_id, request.source.incarnation), "publication": request.publication}
-        with self._audited("AbortPublication", context, values):
+        with self._audited("AbortPublication", context, request.source, publication=request.publication):
             source = checks.engine_ref("source", request.source)
             number = checks.positive("publication", request.publication)
             with home.turn() as now:
@@ -82,16 +79,22 @@ class Admin(AdminServicer):
 
     async def EvictEngine(self, request: apb.EvictEngineRequest, context: Context) -> apb.EvictEngineResponse:
         home = self._home
-        with self._audited("EvictEngine", context, _named(request.engine.engine_id, request.engine.incarnation)):
-            engine: EngineRef = checks.engine_ref("engine", request.engine)
+        with self._audited("EvictEngine", context, request.engine):
+            engine = checks.engine_ref("engine", request.engine)
             with home.turn():
                 home.engines.evict(engine)
                 leases, remaining = home.records.live_leases(engine)
         return apb.EvictEngineResponse(home_epoch=home.epoch, leases=leases, leases_remaining=to_duration(remaining))
 
     @contextmanager
-    def _audited(self, method: str, context: Context, values: dict[str, object]) -> Iterator[None]:
+    def _audited(
+        self, method: str, context: Context, engine: pb.EngineRef | None = None, **values: object
+    ) -> Iterator[None]:
         """Write a call's result to the audit log. The guard refuses callers without the role admin before this."""
+        if engine is not None:
+            # Cut to their right lengths: callers may send anything.
+            named = {"engine_id": engine.engine_id[:MAX_TEXT], "incarnation": engine.incarnation[:16].hex()}
+            values = {**named, **values}
         result = "INTERNAL"
         try:
             yield
@@ -100,12 +103,7 @@ class Admin(AdminServicer):
             result = error.reason
             raise
         finally:
-            named = "".join(f" {name}={value!r}" for name, value in values.items())
+            shown = "".join(f" {name}={value!r}" for name, value in values.items())
             who = caller(context, self._names_of(context))
             level = logging.INFO if result == "OK" else logging.WARNING
-            audit.log(level, "%s by %s%s: %s", method, who, named, result)
-
-
-def _named(engine_id: str, incarnation: bytes) -> dict[str, object]:
-    """Return an incarnation for the audit log, cut to its right length: callers may send anything."""
-    return {"engine_id": engine_id[:MAX_TEXT], "incarnation": incarnation[:16].hex()}
+            audit.log(level, "%s by %s%s: %s", method, who, shown, result)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 import numpy as np
 
 from kvferry.errors import HomeRecovering, InvalidField
@@ -9,29 +11,29 @@ from kvferry.geometry.blocks import id_runs
 from kvferry.geometry.plane import Interval
 from kvferry.planner.checksum import places_of
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.checksum_pages import ChecksumPage, Indexes
+from kvferry_server.domain.steps import ChecksumPage, Indexes
 from kvferry_server.domain.values import EngineRef, Names
 from kvferry_server.home.home import Home
-from kvferry_server.home.time_slices import TimeSlice
+from kvferry_server.home.time_slices import Worker
 from kvferry_server.servicers import checks, limits
-from kvferry_server.servicers.limits import MAX_ASKED_PLANES, MAX_ASKED_SUMS, MAX_PAGE_PARTS, MAX_PAGE_SUMS
-from kvferry_server.servicers.worker import Worker
 
 
-async def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishChecksums, time_slice: TimeSlice) -> None:
-    """Accept checksums of a source's rank, part by part, since each part is compared with hundreds of others. If a part
-    is refused, the parts before it are kept; sending them again is harmless. Raises `InvalidField` if a rank, plane or
-    unit does not exist, `HomeRecovering` if the rank's registration has not arrived yet, and as
+async def publish_checksums(
+    home: Home, sender: EngineRef, message: pb.PublishChecksums, pause_if_over: Callable[[], Awaitable[None]]
+) -> None:
+    """Accept checksums of a source's rank, part by part, with pauses: each part is compared with hundreds of others. If
+    a part is refused, the parts before it are kept; sending them again is harmless. Raises `InvalidField` if a rank,
+    plane or unit does not exist, `HomeRecovering` if the rank's registration has not arrived yet, and as
     `Sources.add_checksums`."""
     number = checks.positive("checksums.publication", message.publication)
     parts, sums = len(message.checksums), sum(len(part.sums) for part in message.checksums)
-    if parts > MAX_PAGE_PARTS or sums > MAX_PAGE_SUMS:
-        most = f"at most {MAX_PAGE_SUMS} sums in {MAX_PAGE_PARTS} parts"
+    if parts > limits.MAX_PAGE_PARTS or sums > limits.MAX_PAGE_SUMS:
+        most = f"at most {limits.MAX_PAGE_SUMS} sums in {limits.MAX_PAGE_PARTS} parts"
         raise InvalidField("checksums", f"{sums} sums in {parts} parts", most)
     with home.turn():
         engine = home.engines.find(sender)
         registration = engine.ranks.get(message.rank)
-        home.sources.unreleased(sender, number)
+        home.records.unreleased(sender, number)
     if registration is None:
         if engine.num_ranks and message.rank >= engine.num_ranks:
             raise InvalidField("checksums.rank", message.rank, f"below {engine.num_ranks}")
@@ -49,9 +51,9 @@ async def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishCh
             raise InvalidField(f"checksums of {page.plane}", f"units {page.units}", f"units in {plane.units}")
         with home.turn():
             home.sources.add_checksums(sender, number, groups[plane.group], page)
-        await time_slice.pause_if_over()
+        await pause_if_over()
     with home.turn():
-        publication = home.sources.unreleased(sender, number)
+        publication = home.records.unreleased(sender, number)
         if message.last:
             publication.checksums.done.add(message.rank)
 
@@ -80,7 +82,16 @@ async def read_checksums(
         for page, units, indexes in found:
             if (held := page.part(units, indexes)) is None:
                 continue
-            part = _to_proto(held)
+            starts, counts = id_runs(held.indexes)
+            part = pb.Checksums(
+                rank=held.rank,
+                plane=held.plane,
+                unit_begin=held.units.begin,
+                unit_end=held.units.end,
+                place_starts=starts.tolist(),
+                place_counts=counts.tolist(),
+                sums=held.sums.ravel().tolist(),
+            )
             left -= checks.entry_size(part)
             if left < 0:
                 planes = sum(len(message.planes) for message in request.queries)
@@ -94,28 +105,25 @@ async def read_checksums(
 
 def _queries(request: pb.ReadChecksumsRequest) -> list[tuple[pb.ChecksumQuery, Interval, Indexes]]:
     """Return the queries, each with its units and block indexes, which rise."""
-    planes = sums = 0
+    found, planes, blocks, sums, most = [], 0, 0, 0, limits.MAX_ASKED_SUMS
     for message in request.queries:
-        blocks = sum(message.place_counts)
+        here = sum(message.place_counts)
         planes += len(message.planes)
-        sums += len(message.planes) * blocks * max(0, message.unit_end - message.unit_begin)
-        # Checked before runs are expanded: a few bytes of runs can stand for any number of block indexes.
-        if sums > MAX_ASKED_SUMS or planes > MAX_ASKED_PLANES or blocks > MAX_ASKED_SUMS:
-            most = f"at most {MAX_ASKED_SUMS} sums of {MAX_ASKED_PLANES} planes"
-            raise InvalidField("queries", f"{sums} sums of {planes} planes", most)
-    return [
-        (
-            message,
-            _units(message.unit_begin, message.unit_end),
-            places_of(message.place_starts, message.place_counts, MAX_ASKED_SUMS),
-        )
-        for message in request.queries
-    ]
+        blocks += here
+        sums += len(message.planes) * here * max(0, message.unit_end - message.unit_begin)
+        # Checked before runs are expanded: a few bytes of runs can stand for any number of block indexes, also in
+        # queries without planes.
+        if sums > most or blocks > most or planes > limits.MAX_ASKED_PLANES:
+            given = f"{sums} sums of {planes} planes, {blocks} blocks"
+            raise InvalidField("queries", given, f"at most {most} sums of {limits.MAX_ASKED_PLANES} planes")
+        units = _units(message.unit_begin, message.unit_end)
+        found.append((message, units, places_of(message.place_starts, message.place_counts, most)))
+    return found
 
 
 def _page(message: pb.Checksums) -> ChecksumPage:
     units = _units(message.unit_begin, message.unit_end)
-    indexes = places_of(message.place_starts, message.place_counts, MAX_PAGE_SUMS)
+    indexes = places_of(message.place_starts, message.place_counts, limits.MAX_PAGE_SUMS)
     if len(indexes) * len(units) != len(message.sums):
         expected = f"{len(indexes)} blocks of {len(units)} units"
         raise InvalidField(f"checksums of {message.plane}", f"{len(message.sums)} sums", expected)
@@ -127,16 +135,3 @@ def _units(begin: int, end: int) -> Interval:
     if not begin < end:
         raise InvalidField("units", f"[{begin}, {end})", "at least one unit")
     return Interval(begin, end)
-
-
-def _to_proto(page: ChecksumPage) -> pb.Checksums:
-    starts, counts = id_runs(page.indexes)
-    return pb.Checksums(
-        rank=page.rank,
-        plane=page.plane,
-        unit_begin=page.units.begin,
-        unit_end=page.units.end,
-        place_starts=starts.tolist(),
-        place_counts=counts.tolist(),
-        sums=page.sums.ravel().tolist(),
-    )

@@ -12,6 +12,7 @@ from kvferry._wire.channel import MAX_NOTIFY_BYTES
 from kvferry._wire.geometry_codec import (
     agent_from_proto,
     agent_to_proto,
+    engine_to_proto,
     groups_from_proto,
     rank_from_proto,
     rank_to_proto,
@@ -35,7 +36,7 @@ from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine import Process, Role
 from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES
-from kvferry_server.domain.registrations import Registration, engine_header
+from kvferry_server.domain.registrations import Registration
 from kvferry_server.domain.router_keys import Ask
 from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.domain.values import (
@@ -70,7 +71,7 @@ def registration(request: pb.RegisterCacheRequest) -> Registration:
     size = rank_to_proto(made.geometry).ByteSize() + agent
     if size > MAX_RANK_BYTES:
         raise InvalidField("rank", f"{size} bytes with its agent", f"at most {MAX_RANK_BYTES} bytes")
-    header = engine_header(made.engine, made).ByteSize()
+    header = engine_to_proto(made.of_engine()).ByteSize()
     if header > MAX_HEADER_BYTES:
         raise InvalidField("groups", f"{header} bytes with the identity", f"at most {MAX_HEADER_BYTES} bytes")
     return made
@@ -219,28 +220,28 @@ def publication_step(message: pb.Publish, max_reads: int) -> PublicationStep:
         raise InvalidField("publish.hint_digest", f"in step {message.step}", "with a publication of one step only")
     if message.payload and not message.last:
         raise InvalidField("publish.payload", f"{len(message.payload)} bytes", "none before the last step")
+    unfinished = None
+    if message.HasField("unfinished"):
+        layers = message.unfinished.layers
+        checks.within("publish.unfinished.layers", len(layers), limits.MAX_LAYERS, least=1, unit="layers")
+        unfinished = Unfinished(
+            groups=tuple(map(_group_blocks, message.unfinished.groups)),
+            layers=tuple(checks.text("publish.unfinished.layers", name) for name in layers),
+        )
     return PublicationStep(
         number=checks.positive("publish.publication", message.publication),
         request_id=checks.text("publish.request_id", message.request_id),
         index=message.step,
-        groups=tuple(_group_blocks(blocks) for blocks in message.groups),
+        groups=tuple(map(_group_blocks, message.groups)),
         last=message.last,
         expected_reads=message.expected_reads or 1,
         payload=message.payload,
         checksums=message.checksums,
         router_key=_router_key(message),
-        unfinished=_unfinished(message.unfinished) if message.HasField("unfinished") else None,
+        unfinished=unfinished,
         mark_ends=_mark_ends(message.marks),
         encoded=pb.ReadBlocksResponse(blocks=[blocks_of(message)]).SerializeToString(),
         hint_digest=checks.exactly("publish.hint_digest", message.hint_digest, HINT_DIGEST_BYTES, optional=True),
-    )
-
-
-def _unfinished(message: pb.Unfinished) -> Unfinished:
-    checks.within("publish.unfinished.layers", len(message.layers), limits.MAX_LAYERS, least=1, unit="layers")
-    return Unfinished(
-        groups=tuple(_group_blocks(blocks) for blocks in message.groups),
-        layers=tuple(checks.text("publish.unfinished.layers", name) for name in message.layers),
     )
 
 
@@ -248,8 +249,7 @@ def _mark_ends(messages: Sequence[pb.PromptMark]) -> tuple[int, ...]:
     if len(messages) > limits.MAX_MARKS:
         raise InvalidField("publish.marks", f"{len(messages)} marks", f"at most {limits.MAX_MARKS} over all steps")
     for mark in messages:
-        if not mark.end:
-            raise InvalidField("publish.marks.end", 0, "at least 1")
+        checks.positive("publish.marks.end", mark.end)
         checks.exactly("publish.marks.digest", mark.digest, MARK_BYTES)
     return tuple(mark.end for mark in messages)
 

@@ -14,7 +14,7 @@ from kvferry_server.domain.limits import MAX_NAMED_RANKS
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.router_keys import WaitingRead
 from kvferry_server.domain.times import Times
-from kvferry_server.domain.values import EngineRef, LeaseState, RankReport
+from kvferry_server.domain.values import EngineRef, LeaseState
 
 READ_FIELDS = ("group", "layers", "components", "bytes_per_token", "bytes_per_request", "descriptors_per_block", "path")
 """Fields with the same name and value in a line of a plan and in `kvferry.v1.PlannedRead`."""
@@ -75,7 +75,13 @@ def request_summary(publication: PublicationRecord, now: float) -> ipb.RequestSu
 def transfer_summary(read: Lease | WaitingRead, now: float) -> ipb.TransferSummary:
     """Encode the summary of a read; `now` is in seconds on the home's clock."""
     if isinstance(read, WaitingRead):
-        return _waiting_summary(read, now)
+        reader, state = engine_ref(read.request.read.reader), pb.READ_STATE_WAITING
+        return ipb.TransferSummary(
+            source=engine_ref(read.sources[0]),
+            read=pb.ReadSummary(reader=reader, state=state, parties=read.request.parties),
+            router_key=read.router_key.name,
+            waited=to_duration(now - read.since),
+        )
     lease, publication = read, read.publication
     return ipb.TransferSummary(
         source=engine_ref(publication.source),
@@ -83,19 +89,17 @@ def transfer_summary(read: Lease | WaitingRead, now: float) -> ipb.TransferSumma
         request_id=publication.request_id,
         read=read_summary(lease),
         lease_remaining=to_duration(lease.remaining(now)),
-        reports=[_report(report) for report in lease.reports.values()],
+        reports=[
+            pb.RankReport(
+                rank=report.rank,
+                outcome=pb.RankOutcome.ValueType(report.outcome),
+                bytes=report.bytes,
+                reason=reason_number(report.reason),
+            )
+            for report in lease.reports.values()
+        ],
         router_key=_router_key(publication),
         parts=len(publication.steps) if lease.state is LeaseState.WAITING else 0,
-    )
-
-
-def _waiting_summary(waiting: WaitingRead, now: float) -> ipb.TransferSummary:
-    reader, state = engine_ref(waiting.request.read.reader), pb.READ_STATE_WAITING
-    return ipb.TransferSummary(
-        source=engine_ref(waiting.sources[0]),
-        read=pb.ReadSummary(reader=reader, state=state, parties=waiting.request.parties),
-        router_key=waiting.router_key.name,
-        waited=to_duration(now - waiting.since),
     )
 
 
@@ -112,15 +116,6 @@ def read_summary(lease: Lease) -> pb.ReadSummary:
         parties=lease.request.parties,
         reported=len(lease.reports),
         bytes=min(sum(report.bytes for report in lease.reports.values()), MOST),
-    )
-
-
-def _report(report: RankReport) -> pb.RankReport:
-    return pb.RankReport(
-        rank=report.rank,
-        outcome=pb.RankOutcome.ValueType(report.outcome),
-        bytes=report.bytes,
-        reason=reason_number(report.reason),
     )
 
 

@@ -11,13 +11,13 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 
 from kvferry._clock import to_duration
 from kvferry._wire.channel import MAX_MESSAGE_BYTES, MAX_NOTIFY_BYTES
-from kvferry._wire.geometry_codec import engine_from_proto
+from kvferry._wire.geometry_codec import engine_from_proto, engine_to_proto
 from kvferry._wire.reference import MAX_LENGTH, from_base64, to_base64
 from kvferry._wire.version import OURS
 from kvferry.errors import InvalidField, LimitReached
@@ -28,22 +28,12 @@ from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionServicer
 from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
-from kvferry_server.domain.registrations import engine_header
 from kvferry_server.domain.router_keys import WaitingRead
 from kvferry_server.domain.values import EngineRef
 from kvferry_server.home.home import Home
+from kvferry_server.home.time_slices import Worker
 from kvferry_server.servicers import checks, encode, limits
 from kvferry_server.servicers.callers import Context, remote_host
-from kvferry_server.servicers.limits import (
-    DEFAULT_PAGE_SIZE,
-    ENGINE_PAGE_BYTES,
-    LISTING_PAGE_BYTES,
-    MAX_LOOKS,
-    MAX_PAGE_SIZE,
-    MAX_PAGE_TOKEN,
-    MAX_PLAN_BYTES,
-)
-from kvferry_server.servicers.worker import Worker
 
 PLAN_SECONDS = 5  # Longest planning of one PlanRead. Some engines take minutes; ranks that are left out are named.
 
@@ -113,24 +103,23 @@ class Introspection(IntrospectionServicer):
     async def GetEngine(self, request: ipb.GetEngineRequest, context: Context) -> ipb.GetEngineResponse:
         home = self._home
         engine_id = checks.text("engine_id", request.engine_id)
-        before = parse_token(request.page_token)
-        incarnation, after = (b"", -1) if before is None else (before[0].incarnation, before[1])
-        most = checks.within("page_size", request.page_size, MAX_PAGE_SIZE) or MAX_PAGE_SIZE
+        before, after = parse_token(request.page_token)
+        most = checks.within("page_size", request.page_size, limits.MAX_PAGE_SIZE) or limits.MAX_PAGE_SIZE
         with home.turn():
-            engine = home.engines.find_live(engine_id, incarnation)
+            engine = home.engines.find_live(engine_id, before.incarnation)
             summary, description, first = encode.engine_summary(engine), engine.description, engine.first
         if description is None or first is None:
             geometry = geometry_pb2.EngineGeometry(engine_id=engine_id, incarnation=engine.ref.incarnation)
             return ipb.GetEngineResponse(home_epoch=home.epoch, summary=summary, geometry=geometry)
 
         def answer() -> ipb.GetEngineResponse:
-            found = engine_header(engine.ref, first)
+            found = engine_to_proto(first.of_engine())
             response = ipb.GetEngineResponse(home_epoch=home.epoch, summary=summary)
             size, last = 0, after
             for rank, encoded in description.ranks():
                 if rank <= after:
                     continue
-                if found.ranks and (size + len(encoded) > ENGINE_PAGE_BYTES or len(found.ranks) == most):
+                if found.ranks and (size + len(encoded) > limits.ENGINE_PAGE_BYTES or len(found.ranks) == most):
                     response.next_page_token = make_token((engine.ref, last))
                     break
                 found.ranks.add().MergeFromString(encoded)
@@ -161,19 +150,18 @@ class Introspection(IntrospectionServicer):
             checks.within("ranks", len(ranks), self._home.limits.ranks, unit="ranks")
             response = ipb.PlanReadResponse(home_epoch=self._home.epoch)
             size = 0
-            for index, rank in enumerate(ranks):
+            for rank in ranks:
                 if caller_left.is_set() or (response.ranks and time.monotonic() > until):
-                    response.left_ranks.extend(ranks[index:])
                     break
                 plan = encode.plan(plan_read(read_from, read_into, rank))
                 size += plan.ByteSize()
-                if size > MAX_PLAN_BYTES and not response.ranks:
-                    message = f"the plan of rank {rank} takes {size} bytes, more than an answer's {MAX_PLAN_BYTES}"
-                    raise LimitReached(message, limit="plan_bytes", value=MAX_PLAN_BYTES)
-                if size > MAX_PLAN_BYTES:
-                    response.left_ranks.extend(ranks[index:])
+                if size > limits.MAX_PLAN_BYTES and response.ranks:
                     break
+                if size > limits.MAX_PLAN_BYTES:
+                    problem, most = f"the plan of rank {rank} takes {size} bytes", limits.MAX_PLAN_BYTES
+                    raise LimitReached(f"{problem}, more than an answer's {most}", limit="plan_bytes", value=most)
                 response.ranks.append(plan)
+            response.left_ranks.extend(ranks[len(response.ranks) :])
             return response
 
         try:
@@ -222,10 +210,8 @@ def requests(home: Home, request: ipb.ListRequestsRequest) -> ipb.ListRequestsRe
 
     with home.turn():
         listed = {source: engine.publications for source, engine in home.records.engines.items()}
-        summaries, token, recovering = _page(home, request, listed, encode.request_summary, described)
-    return ipb.ListRequestsResponse(
-        home_epoch=home.epoch, requests=summaries, next_page_token=token, recovering=recovering
-    )
+        summaries, rest = _page(home, request, listed, encode.request_summary, described)
+    return ipb.ListRequestsResponse(requests=summaries, **rest)
 
 
 def transfers(home: Home, request: ipb.ListTransfersRequest) -> ipb.ListTransfersResponse:
@@ -235,11 +221,8 @@ def transfers(home: Home, request: ipb.ListTransfersRequest) -> ipb.ListTransfer
         return "" if isinstance(read, WaitingRead) else read.publication.request_id, (read,)
 
     with home.turn():
-        listed = home.records.reads_by_source
-        summaries, token, recovering = _page(home, request, listed, encode.transfer_summary, described)
-    return ipb.ListTransfersResponse(
-        home_epoch=home.epoch, transfers=summaries, next_page_token=token, recovering=recovering
-    )
+        summaries, rest = _page(home, request, home.records.reads_by_source, encode.transfer_summary, described)
+    return ipb.ListTransfersResponse(transfers=summaries, **rest)
 
 
 def _page(
@@ -248,8 +231,8 @@ def _page(
     listed: Mapping[EngineRef, Mapping[int, Entry]],
     summary: Callable[[Entry, float], Summary],
     described: Callable[[Entry], tuple[str, Sequence[Lease | WaitingRead]] | None],
-) -> tuple[list[Summary], str, bool]:
-    """Return a page of a list, the token of the next page, and whether entries may be missing, because engines or their
+) -> tuple[list[Summary], dict[str, Any]]:
+    """Return a page of a list, and the other fields of the answer: entries may be missing because engines or their
     snapshots are awaited. `described` returns an entry's request_id and reads, for the request's filters; None: it is
     not listed. Each filter may be empty."""
     engine_id = checks.text("engine_id", request.engine_id, least=0)
@@ -268,7 +251,8 @@ def _page(
     entries = {ref: each for ref, each in listed.items() if engine_id in ("", ref.engine_id)}
     found, token = page(entries, lambda entry: summary(entry, now), request.page_size, request.page_token, wanted)
     asked = (each for each in home.engines.all_engines() if engine_id in ("", each.ref.engine_id) and not each.dead)
-    return found, token, home.engines.recovering or any(engine.recovering for engine in asked)
+    recovering = home.engines.recovering or any(engine.recovering for engine in asked)
+    return found, {"home_epoch": home.epoch, "next_page_token": token, "recovering": recovering}
 
 
 def page(
@@ -280,25 +264,18 @@ def page(
 ) -> tuple[list[Summary], str]:
     """Return one page of entries, by engine and number, and the token of the next page, empty after the last. A page
     ends early if it would exceed `LISTING_PAGE_BYTES`, or if `MAX_LOOKS` were used up to find the wanted entries; then
-    it may be empty.
-
-    Args:
-        page_size: at most 1000; 0 means 100.
-        page_token: from the page before; empty: the first page.
-        wanted: returns whether an entry belongs to the listing, and how many looks that took.
-
-    Raises `InvalidField` for a malformed page size or token.
-    """
-    size = checks.within("page_size", page_size, MAX_PAGE_SIZE) or DEFAULT_PAGE_SIZE
+    it may be empty. `page_token` is empty for the first page. `wanted` returns whether an entry belongs to the listing,
+    and how many looks that took. Raises `InvalidField` for a malformed page size or token."""
+    size = checks.within("page_size", page_size, limits.MAX_PAGE_SIZE) or limits.DEFAULT_PAGE_SIZE
     after = parse_token(page_token)
-    room, looks, last = LISTING_PAGE_BYTES, MAX_LOOKS, after
+    room, looks, last = limits.LISTING_PAGE_BYTES, limits.MAX_LOOKS, after
     found: list[Summary] = []
     for ref in sorted(listed):
-        if after is not None and ref < after[0]:
+        if ref < after[0]:
             continue
         # A hundred thousand numbers, which mostly rise, are sorted in milliseconds.
         numbers = sorted(listed[ref])
-        begin = bisect_right(numbers, after[1]) if after is not None and ref == after[0] else 0
+        begin = bisect_right(numbers, after[1]) if ref == after[0] else 0
         for number in itertools.islice(numbers, begin, None):
             if looks <= 0:
                 return found, make_token(last)
@@ -314,20 +291,18 @@ def page(
     return found, ""
 
 
-def make_token(last: Key | None) -> str:
-    """Return the token of the page that begins after an entry; None: the first page."""
-    if last is None:
-        return ""
+def make_token(last: Key) -> str:
+    """Return the token of the page that begins after an entry."""
     ref, number = last
     return to_base64(number.to_bytes(8, "big") + ref.incarnation + ref.engine_id.encode())
 
 
-def parse_token(token: str) -> Key | None:
-    """Return the last entry of the page before; None for the first page. Raises `InvalidField`."""
+def parse_token(token: str) -> Key:
+    """Return the last entry of the page before; for the first page, what comes before all. Raises `InvalidField`."""
     if not token:
-        return None
+        return EngineRef("", b""), -1
     try:
-        key = from_base64(token) if len(token) <= MAX_PAGE_TOKEN else b""
+        key = from_base64(token) if len(token) <= limits.MAX_PAGE_TOKEN else b""
         ref = EngineRef(key[24:].decode(), key[8:24])
     except ValueError:
         ref, key = EngineRef("", b""), b""

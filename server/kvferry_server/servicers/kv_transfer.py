@@ -20,6 +20,7 @@ from kvferry_server.domain.publications import Lease, PublicationStage
 from kvferry_server.domain.routing import unless_all_refuse
 from kvferry_server.domain.values import EngineRef, LeaseRequest
 from kvferry_server.home.home import Home
+from kvferry_server.home.time_slices import Worker
 from kvferry_server.servicers import checks, decode, encode
 from kvferry_server.servicers.callers import Context, NamesOf, names_of, on_end, relaying, remote_host
 from kvferry_server.servicers.checksums import read_checksums
@@ -27,7 +28,6 @@ from kvferry_server.servicers.limits import MAX_DIGESTED_BYTES, READ_BYTES, READ
 from kvferry_server.servicers.notify import notify
 from kvferry_server.servicers.relay import Caller, Relays
 from kvferry_server.servicers.watch import watch
-from kvferry_server.servicers.worker import Worker
 
 # How long before its deadline a ReadBlocks stops waiting, so that its answer arrives in time: a share of the time that
 # remained at its start, and at most this many seconds.
@@ -169,23 +169,33 @@ async def read_blocks(
     """Grant a lease on a publication, or find the reader's lease, and answer as soon as there is something that the
     reader lacks; with nothing new when the `wait`, in seconds, is over. Cancelling the call does not end the lease. If
     `lease_id` is empty, or another lease's, the answer has the lease and all steps, and comes at once. `next_step` is
-    the index of the first step that the reader lacks under that lease. Returns an encoded `ReadBlocksResponse`.
-
-    Raises:
-        InvalidField: `next_step` is above the number of steps.
-        PublicationTimeout: the publication did not arrive in time.
-        LeaseEnded: the lease has ended.
-        ServerDraining: the node server is draining; the lease goes on.
-        KvferryError: all that `Lessor.grant`, `Routing.find` and `Engine.check_readable` raise.
-    """
+    the index of the first step that the reader lacks under that lease. Returns an encoded `ReadBlocksResponse`. Raises
+    `InvalidField` if `next_step` is above the number of steps; `PublicationTimeout` if the publication did not arrive
+    in time; `LeaseEnded`; `ServerDraining`, while the lease goes on; and as `Lessor.grant`, `Routing.find` and
+    `Engine.check_readable`."""
     waits_until = home.clock.now() + wait
     asked = await _found(home, request, waits_until, wait)
-    lease = _granted(home, asked, lease_id)
+    source = asked.read.source
+    with home.turn():
+        # A reader that shows the lease_id goes on even if its source is gone.
+        if not (lease_id and home.lessor.has_lease(asked.read, lease_id)):
+            home.engines.find_live(source.engine_id, source.incarnation).check_readable()
+        lease = home.lessor.grant(asked)
     publication = lease.publication
     if not secrets.compare_digest(lease_id, lease.lease_id):
         # The reader goes on with the publication's own reference.
         reference = home.reference(publication) if request.routed is not None else ""
-        return _answer(home, lease, 0, _accepted(lease, reference, home.clock.now()))
+        accepted = pb.Accepted(
+            lease_id=lease.lease_id,
+            remaining=to_duration(lease.remaining(home.clock.now())),
+            renew_every=to_duration(lease.times.renew_every),
+            source=encode.engine_ref(publication.source),
+            publication=publication.number,
+            request_id=publication.request_id,
+            lease_number=lease.number,
+            reference=reference,
+        )
+        return _answer(home, lease, 0, accepted)
     there = len(publication.steps)
     if next_step > there:
         raise InvalidField("next_step", next_step, f"at most {there}, the steps there are")
@@ -230,26 +240,18 @@ async def _found(home: Home, request: LeaseRequest, waits_until: float, wait: fl
                         return home.routing.request(found, request)
                 left = waits_until - home.clock.now()
                 if left <= 0:
-                    problem = f"nothing was published by engine {sources[0].engine_id!r} under the router key"
-                    raise _timeout(f"{problem} {wanted.name!r}", sources[0], 0, wait)
+                    break
                 await waker.wait(left)
                 waker.clear()
     finally:
         home.routing.end_wait(waiting)
+    problem = f"nothing was published by engine {sources[0].engine_id!r} under the router key {wanted.name!r}"
+    raise _timeout(problem, sources[0], 0, wait)
 
 
 def _living(home: Home, sources: Sequence[EngineRef]) -> list[EngineRef]:
     """Return the incarnations that are alive. Raises `PeerRestarted` or `EngineUnknown` if none is."""
     return unless_all_refuse(sources, lambda ref: home.engines.find_live(ref.engine_id, ref.incarnation).ref)
-
-
-def _granted(home: Home, request: LeaseRequest, lease_id: bytes) -> Lease:
-    """Grant a lease. A reader that shows the lease_id goes on even if its source is gone."""
-    source = request.read.source
-    with home.turn():
-        if not (lease_id and home.lessor.has_lease(request.read, lease_id)):
-            home.engines.find_live(source.engine_id, source.incarnation).check_readable()
-        return home.lessor.grant(request)
 
 
 def _timeout(problem: str, source: EngineRef, number: int, wait: float) -> PublicationTimeout:
@@ -275,17 +277,3 @@ def _answer(home: Home, lease: Lease, next_step: int, accepted: pb.Accepted | No
         if lease.revoked is not None:
             answer.revoked.reason = pb.RevokeReason.ValueType(lease.revoked or 0)
     return b"".join((answer.SerializeToString(), *steps))
-
-
-def _accepted(lease: Lease, reference: str, now: float) -> pb.Accepted:
-    publication = lease.publication
-    return pb.Accepted(
-        lease_id=lease.lease_id,
-        remaining=to_duration(lease.remaining(now)),
-        renew_every=to_duration(lease.times.renew_every),
-        source=encode.engine_ref(publication.source),
-        publication=publication.number,
-        request_id=publication.request_id,
-        lease_number=lease.number,
-        reference=reference,
-    )

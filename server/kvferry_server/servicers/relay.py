@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -134,13 +134,10 @@ class Relays:
         return True
 
     async def register_cache(self, request: pb.RegisterCacheRequest, caller: Caller) -> pb.RegisterCacheResponse:
-        """Relay a registration to its home and return the home's answer, or raise its error.
-
-        Raises:
-            Unreachable: the home does not answer as a node server. The error has no details: strangers name homes, and
-                must not learn which ports of other hosts are open.
-            LimitReached, InvalidField: too many calls are relayed; this server may not dial the home.
-        """
+        """Relay a registration to its home and return the home's answer, or raise its error. Raises `Unreachable` if
+        the home does not answer as a node server, without details: strangers name homes, and must not learn which ports
+        of other hosts are open; `LimitReached` if too many calls are relayed; `InvalidField` if this server may not
+        dial the home."""
         home = request.home
         request.relayed_by = self._advertise
         request.version.relay.CopyFrom(OURS_AS_RELAY)
@@ -181,6 +178,21 @@ class Relays:
         stub = await connection.enter_async_context(self._called(home, self._of_ranks, caller))
         call = stub.Watch(request)
         left = False
+
+        async def end() -> None:
+            async with connection:
+                if left and not self._stopping:
+                    # Otherwise the home assumes that the whole node is lost.
+                    notice = pb.NotifyRequest(
+                        version=OURS_ENCODED,
+                        sender=request.engine,
+                        session_secret=request.session_secret,
+                        notifications=[pb.Notification(rank_left=pb.RankLeft(rank=request.rank))],
+                    )
+                    with suppress(grpc.RpcError):
+                        await stub.Notify(notice, timeout=RANK_LEFT_TIMEOUT)
+                call.cancel()
+
         try:
             messages = aiter(call)
             opened = await asyncio.wait_for(anext(messages), OPEN_TIMEOUT)
@@ -201,20 +213,8 @@ class Relays:
             raise self.unreachable(home, f"it did not open a Watch within {OPEN_TIMEOUT:g} s") from None
         finally:
             # In a separate task: this task is cancelled if the rank is gone.
-            told = self._tell_left(stub, request) if left and not self._stopping else None
-            ending = self._endings[process] = asyncio.create_task(_end_watch(told, call, connection))
+            ending = self._endings[process] = asyncio.create_task(end())
             ending.add_done_callback(partial(self._ended_watch, process))
-
-    async def _tell_left(self, stub: KVTransferAsyncStub, request: pb.WatchRequest) -> None:
-        """Notify the home that a rank has left: otherwise it assumes that the whole node is lost."""
-        notice = pb.NotifyRequest(
-            version=OURS_ENCODED,
-            sender=request.engine,
-            session_secret=request.session_secret,
-            notifications=[pb.Notification(rank_left=pb.RankLeft(rank=request.rank))],
-        )
-        with suppress(grpc.RpcError):
-            await stub.Notify(notice, timeout=RANK_LEFT_TIMEOUT)
 
     def _ended_watch(self, process: tuple[bytes, int], ending: asyncio.Task[None]) -> None:
         if self._endings.get(process) is ending:
@@ -273,18 +273,6 @@ class Relays:
                 "an address on this host, because the node server has none of tls_ca, relay_homes and insecure set",
             )
         return address
-
-
-async def _end_watch(
-    told: Coroutine[None, None, None] | None,
-    call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.WatchResponse],
-    connection: AsyncExitStack,
-) -> None:
-    """End a rank's Watch at the home, once the home was `told` that the rank has left."""
-    async with connection:
-        if told is not None:
-            await told
-        call.cancel()
 
 
 def _check_home(version: pb.Version, home: str) -> None:

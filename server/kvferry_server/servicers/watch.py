@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import ExitStack, aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 
 from kvferry._clock import to_duration
 from kvferry._wire.version import OURS_ENCODED
@@ -23,15 +22,10 @@ async def watch(
     home: Home, process: Process, secret: bytes, resume_epoch: bytes, resume_sequence: int, host: str = ""
 ) -> AsyncGenerator[pb.WatchResponse, None]:
     """Serve a process's Watch: yield its full state, or the events after `resume_sequence` if `resume_epoch` is that of
-    this home, then events as they happen.
-
-    Raises:
-        WatchTakenOver: a newer Watch of the process has opened.
-        PeerRestarted: the engine was replaced or evicted.
-        EngineUnknown: its scheduler has been away for so long that the home has forgotten the engine.
-        ServerDraining: the node server ends, after the `draining` event; or it is draining and the process is new.
-        KvferryError: all that `Home.open_watch` raises.
-    """
+    this home, then events as they happen. Raises `WatchTakenOver` if a newer Watch of the process has opened;
+    `PeerRestarted` if the engine was replaced or evicted; `EngineUnknown` if its scheduler has been away for so long
+    that the home has forgotten the engine; `ServerDraining` if the node server ends, after the `draining` event, or is
+    draining and the process is new; and as `Home.open_watch`."""
     with home.turn():
         feed = home.open_watch(process, secret, host)
         number = feed.current_watch
@@ -50,17 +44,19 @@ async def watch(
                 if not needs_state and (dropped := feed.dropped_after(sent)):
                     yield pb.WatchResponse(home_epoch=home.epoch, lagged=pb.WatchLagged(dropped=dropped))
                     needs_state = True
+                begun_at = feed.sequence
+                with _full_state(home, feed) if needs_state else nullcontext(feed.after(sent)) as events:
+                    for sequence, event in events:
+                        _check_current(feed, number)
+                        if (held := _held(home, feed, host, event)) is not None:
+                            with held:
+                                yield _message(home, event, sequence)
                 if needs_state:
-                    sent, needs_state = feed.sequence, False
-                    async with aclosing(_full_state(home, feed, number, host)) as messages:
-                        async for message in messages:
-                            yield message
+                    synced = pb.WatchSynced(need_resync=home.need_resync(process))
+                    yield pb.WatchResponse(home_epoch=home.epoch, synced=synced)
                     # Events that happened meanwhile may have been dropped.
+                    sent, needs_state = begun_at, False
                     continue
-                events = feed.after(sent)
-                async with aclosing(_messages(home, feed, number, host, events)) as messages:
-                    async for message in messages:
-                        yield message
                 sent = events[-1][0] if events else sent
                 _check_current(feed, number)
                 if feed.after(sent):
@@ -75,7 +71,9 @@ async def watch(
                 home.close_watch(process)
 
 
-async def _full_state(home: Home, feed: Feed, number: int, host: str) -> AsyncGenerator[pb.WatchResponse, None]:
+@contextmanager
+def _full_state(home: Home, feed: Feed) -> Iterator[list[tuple[int, Event]]]:
+    """Give a process's full state, as events with the number 0, and count it against its engine while it is sent."""
     process, events = feed.process, home.state(feed.process)
     size = EVENT_BYTES * len(events)
     if feed.full_states:
@@ -85,34 +83,22 @@ async def _full_state(home: Home, feed: Feed, number: int, host: str) -> AsyncGe
     feed.full_states += 1
     home.memory.take(process.engine, size)
     try:
-        numbered = zip(itertools.repeat(0), events)
-        async with aclosing(_messages(home, feed, number, host, numbered)) as messages:
-            async for message in messages:
-                yield message
+        yield [(0, event) for event in events]
     finally:
         home.memory.give(process.engine, size)
         feed.full_states -= 1
-    synced = pb.WatchSynced(need_resync=home.need_resync(process))
-    yield pb.WatchResponse(home_epoch=home.epoch, synced=synced)
 
 
-async def _messages(
-    home: Home, feed: Feed, number: int, host: str, events: Iterable[tuple[int, Event]]
-) -> AsyncGenerator[pb.WatchResponse, None]:
-    """Yield the messages of numbered events. A question is left out if it has ended while earlier events were sent: its
-    prompt is gone; and if its process, or host, holds too much: Watches that were taken over may never take the
-    questions that they were being sent."""
-    for sequence, event in events:
-        _check_current(feed, number)
-        with ExitStack() as held:
-            if isinstance(event, Question):
-                if not event.open:
-                    continue
-                try:
-                    held.enter_context(home.memory.hold(host or feed.process.engine, host, event.ask.size))
-                except LimitReached:
-                    continue
-            yield _message(home, event, sequence)
+def _held(home: Home, feed: Feed, host: str, event: Event) -> ExitStack | None:
+    """Hold what a question takes while it is sent. None: it is left out, because it has ended while earlier events were
+    sent, and its prompt is gone; or because its process, or host, holds too much: Watches that were taken over may
+    never take the questions that they were being sent."""
+    if not isinstance(event, Question):
+        return ExitStack()
+    try:
+        return home.memory.hold(host or feed.process.engine, host, event.ask.size) if event.open else None
+    except LimitReached:
+        return None
 
 
 def _check_current(feed: Feed, number: int) -> None:
@@ -128,7 +114,16 @@ def _message(home: Home, event: Event, sequence: int) -> pb.WatchResponse:
     if isinstance(event, PublicationRecord):
         response.released.CopyFrom(_released(event))
     elif isinstance(event, Question):
-        response.question.MergeFrom(_question(event, home.clock.now()))
+        ask, remaining = event.ask, max(0.0, event.deadline - home.clock.now())
+        question = pb.Question(
+            number=event.number,
+            reference=ask.reference,
+            first_token=ask.first_token,
+            asker=encode.engine_ref(ask.asker),
+            remaining=to_duration(remaining),
+            prompt=pb.Prompt.FromString(ask.prompt),
+        )
+        response.question.MergeFrom(question)
     elif isinstance(event, pb.RankLost):
         response.rank_lost.CopyFrom(event)
     elif isinstance(event, pb.QuestionEnded):
@@ -136,18 +131,6 @@ def _message(home: Home, event: Event, sequence: int) -> pb.WatchResponse:
     else:
         response.draining.CopyFrom(event)
     return response
-
-
-def _question(question: Question, now: float) -> pb.Question:
-    ask = question.ask
-    return pb.Question(
-        number=question.number,
-        reference=ask.reference,
-        first_token=ask.first_token,
-        asker=encode.engine_ref(ask.asker),
-        remaining=to_duration(max(0.0, question.deadline - now)),
-        prompt=pb.Prompt.FromString(ask.prompt),
-    )
 
 
 def _released(publication: PublicationRecord) -> pb.Released:

@@ -47,9 +47,9 @@ def test_awaited_publication_is_not_offered() -> None:
     scene = Scene()
     scene.grant(2)
     with pytest.raises(HomeRecovering, match="has not arrived yet"):
-        scene.sources.unreleased(P, 2)
+        scene.records.unreleased(P, 2)
     publication = scene.publish(2)
-    assert scene.sources.unreleased(P, 2) is publication
+    assert scene.records.unreleased(P, 2) is publication
 
 
 def test_expected_reads_of_a_waiting_reader_count() -> None:

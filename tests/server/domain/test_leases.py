@@ -510,6 +510,6 @@ def test_publication_that_is_due_counts_as_ended_before_the_timer_reaches_it() -
     with pytest.raises(PublicationReleased):
         scene.grant(last)
     with pytest.raises(PublicationReleased):
-        scene.sources.unreleased(P, last - 1)
+        scene.records.unreleased(P, last - 1)
     scene.wait(0)
     assert sorted(number for number, _ in scene.told()) == list(range(1, 4 * MAX_ENDED_AT_ONCE))

@@ -27,12 +27,11 @@ from kvferry.errors import (
 )
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer, add_KVTransferServicer_to_server
-from kvferry_server.home.time_slices import TimeSlices
+from kvferry_server.home.time_slices import TimeSlices, Worker
 from kvferry_server.node.grpc_server import Server
 from kvferry_server.node.guard import UNKNOWN_METHOD, Guard
 from kvferry_server.node.requests import Arrivals, Requests
 from kvferry_server.servicers.access import TRUSTED
-from kvferry_server.servicers.worker import Worker
 from tests.support.stubs import KVTransferStub
 
 if TYPE_CHECKING:

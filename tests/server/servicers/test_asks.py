@@ -30,10 +30,9 @@ from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine import Process, Role
 from kvferry_server.domain.limits import Limits
-from kvferry_server.domain.roles import PolicyRole
 from kvferry_server.domain.routing import Routing
-from kvferry_server.home.time_slices import TimeSlice
-from kvferry_server.servicers.access import TABLE
+from kvferry_server.home.time_slices import TimeSlices
+from kvferry_server.servicers.access import TABLE, PolicyRole
 from kvferry_server.servicers.notify import notify
 from kvferry_server.servicers.relay import Caller, Relays
 from kvferry_server.servicers.watch import watch as watch_stream
@@ -477,16 +476,18 @@ async def test_ask_waits_among_long_calls(node: Node, watch: Watch, monkeypatch:
     """A prompt may have 1 MiB: beside renewals, it counts as a batch does."""
     lanes = list[bool]()
 
-    class Recorded(TimeSlice):
-        def __init__(self, *given: Any, short: bool, **more: Any) -> None:
-            lanes.append(short)
-            super().__init__(*given, short=short, **more)
+    begin = TimeSlices.begin
 
-    monkeypatch.setattr("kvferry_server.servicers.notify.TimeSlice", Recorded)
+    async def recorded(self: TimeSlices, host: str, *, short: bool) -> None:
+        lanes.append(short)
+        await begin(self, host, short=short)
+
+    monkeypatch.setattr(TimeSlices, "begin", recorded)
     await asked(node)
     await node.source(miss(1))
     await node.reader(pb.Notification(renew=pb.Renew(lease_id=b"l" * 16)))
-    assert lanes == [False, True, True]
+    # Before them, the request with the prompt was measured.
+    assert lanes[-3:] == [False, True, True]
 
 
 async def test_listings_show_waiting_askers_and_none_of_their_secrets(node: Node, watch: Watch) -> None:

@@ -21,7 +21,7 @@ from kvferry._arguments import label
 from kvferry._wire.authority import incarnation_of
 from kvferry._wire.channel import MAX_MESSAGE_BYTES, MAX_NOTIFY_BYTES
 from kvferry._wire.status import NOTIFICATION_ERROR_BYTES, from_rpc_error
-from kvferry.errors import BadReference, InvalidField, KvferryError, LimitReached, PeerRestarted
+from kvferry.errors import BadReference, InvalidField, KvferryError, LeaseEnded, LimitReached, PeerRestarted
 from kvferry.geometry import RankGeometry
 from kvferry.v1 import errors_pb2
 from kvferry.v1 import introspection_pb2 as ipb
@@ -263,6 +263,15 @@ async def test_sums_that_no_answer_holds_are_refused(tmp_path: Path, monkeypatch
         assert list((await node.kv.ReadChecksums(request, timeout=TIMEOUT)).checksums[0].sums) == list(range(32))
         monkeypatch.setattr(limits, "MAX_ANSWER_BYTES", 100)
         assert isinstance(await raised(node.kv.ReadChecksums(request, timeout=TIMEOUT)), InvalidField)
+
+
+async def test_places_asked_for_are_counted_in_queries_without_planes_too(tmp_path: Path) -> None:
+    """Each query of twelve bytes would take 4 MiB, and no lease is needed."""
+    async with running(tmp_path) as node:
+        query = pb.ChecksumQuery(unit_end=1, place_starts=[0], place_counts=[limits.MAX_ASKED_SUMS])
+        for queries, refused in ((1, LeaseEnded), (2, InvalidField)):
+            request = pb.ReadChecksumsRequest(reader=proto(D), lease_id=b"l" * 16, queries=[query] * queries)
+            assert isinstance(await raised(node.kv.ReadChecksums(request, timeout=TIMEOUT)), refused)
 
 
 async def test_sums_of_a_rank_that_is_not_registered_yet_are_asked_for_again(tmp_path: Path) -> None:

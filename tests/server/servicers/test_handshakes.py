@@ -51,7 +51,7 @@ def in_page(request: pb.RegisterCacheRequest) -> int:
 def source_of(requests: list[pb.RegisterCacheRequest]) -> EngineDescription:
     for request in requests:
         introduce(request)
-    return EngineDescription(P, tuple(decode.registration(request) for request in requests))
+    return EngineDescription(tuple(decode.registration(request) for request in requests))
 
 
 def told(source: EngineDescription, *, agents: bool = True) -> list[pb.HandshakeResponse]:

@@ -27,7 +27,7 @@ from kvferry.v1 import geometry_pb2
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.limits import MAX_RANK_BYTES
-from kvferry_server.servicers import introspection
+from kvferry_server.servicers import introspection, limits
 from kvferry_server.servicers.callers import Context
 from tests.server.servicers.registrations import of_size
 from tests.support.node_in_process import (
@@ -412,7 +412,7 @@ async def test_listings_are_filtered_by_request_and_by_reader(ready: Node) -> No
 async def test_a_filter_that_finds_little_looks_through_a_bounded_number_for_each_page(
     ready: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(introspection, "MAX_LOOKS", 4)
+    monkeypatch.setattr(limits, "MAX_LOOKS", 4)
     for number in range(1, 11):
         await ready.publish(number, request_id="wanted" if number in (6, 10) else "x")
     found, pages = await listed(ready, ipb.ListRequestsRequest(request_id="wanted"))

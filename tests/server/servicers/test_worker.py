@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from kvferry.errors import LimitReached
-from kvferry_server.servicers.worker import Worker
+from kvferry_server.home.time_slices import Worker
 
 WITHIN = 10.0
 

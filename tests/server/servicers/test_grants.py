@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry_server.domain.roles import (
+from kvferry_server.servicers.access import (
     EVERY,
     MEMBER,
     OPERATOR,
