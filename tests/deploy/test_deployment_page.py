@@ -15,8 +15,7 @@ import pytest
 import tomllib
 
 from kvferry_server.domain.roles import Need, PolicyRole
-from kvferry_server.node.loading import load
-from kvferry_server.node.policy_file import read_policy
+from kvferry_server.node.loading import load, read_policy
 from tests.support.node_servers import environment, free_port
 from tests.support.repository import ROOT
 

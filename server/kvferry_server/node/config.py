@@ -1,7 +1,5 @@
-"""The settings of a node server: each is defined once, in `NodeConfig`, with its help text.
-
-`kvferry_server.node.loading` reads them from flags, the environment and a file.
-"""
+"""The settings of a node server: each is defined once, in `NodeConfig`, with its help text. `loading` reads them from
+flags, the environment and a file."""
 
 from __future__ import annotations
 
@@ -30,13 +28,7 @@ ENV_PREFIX = "KVFERRYD_"
 SHORTER = (("ttl", "final"), ("max_ttl", "final"), ("hold", "final"), ("engine_ttl", "retire"))
 """Pairs of durations: the first has no effect beyond the second."""
 
-GROUPS = {
-    "listen": "addresses",
-    "tls_cert": "security",
-    "directory": "directory",
-    "ttl": "times",
-    "drain": "operation",
-}
+GROUPS = {"listen": "addresses", "tls_cert": "security", "directory": "directory", "ttl": "times", "drain": "operation"}
 """Headings of the flags, by the first setting below each."""
 
 _TIMES = Times()
@@ -44,11 +36,8 @@ _TIMES = Times()
 
 class NodeConfig(BaseModel):
     """All settings of a node server: the text below each is its help, where a text in its type stands for its value.
-    Durations are in seconds.
-
-    Raises:
-        pydantic.ValidationError: settings are wrong; `load` and `configure` raise `BadConfig` for it.
-    """
+    Durations are in seconds. Wrong settings are a `pydantic.ValidationError`, for which `load` and `configure` raise
+    `BadConfig`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -150,9 +139,8 @@ class NodeConfig(BaseModel):
         if self.tls is not None and self.tls.cert is None:
             raise InvalidField("tls_ca", str(self.tls_ca), "tls_cert and tls_key beside it")
         if self.policy is not None and self.tls_ca is None:
-            raise InvalidField(
-                "tls_ca", None, "a file, because policy is given: only client certificates have identities"
-            )
+            expected = "a file, because policy is given: only client certificates have identities"
+            raise InvalidField("tls_ca", None, expected)
         if self.trace_endpoint and not _is_endpoint(self.trace_endpoint):
             expected = "http://host[:port]/path, without a password and a query: OTEL_EXPORTER_OTLP_HEADERS takes keys"
             raise InvalidField("trace_endpoint", shown(self.trace_endpoint), expected)
@@ -168,28 +156,25 @@ class NodeConfig(BaseModel):
         that."""
         address, admin = self.listen_address, self.admin_address
         if admin is not None and not self.admin_insecure and not is_on_loopback(admin):
-            raise InvalidField(
-                "admin",
-                str(admin),
+            expected = (
                 "an address on loopback: whoever can connect sees the names of engines, requests and hosts. If that is "
-                "meant, allow it with --admin-insecure",
+                "meant, allow it with --admin-insecure"
             )
+            raise InvalidField("admin", str(admin), expected)
         if address is None or self.insecure or self.tls_ca is not None or is_on_loopback(address):
             return
         if self.tls is None:
-            raise InvalidField(
-                "listen",
-                str(address),
+            expected = (
                 "an address on loopback, or TLS (--tls-cert, --tls-key, --tls-ca): otherwise everyone who can connect "
-                "could read and end every request. If only engines can reach this network, allow that with --insecure",
+                "could read and end every request. If only engines can reach this network, allow that with --insecure"
             )
+            raise InvalidField("listen", str(address), expected)
         if not self.anonymous_tls:
-            raise InvalidField(
-                "tls_ca",
-                None,
+            expected = (
                 f"a file (--tls-ca): without it, {address} is encrypted but serves everyone who can connect. If only "
-                "engines can reach it, allow that with --anonymous-tls",
+                "engines can reach it, allow that with --anonymous-tls"
             )
+            raise InvalidField("tls_ca", None, expected)
 
     @property
     def times(self) -> Times:
@@ -241,11 +226,8 @@ class NodeConfig(BaseModel):
 
 
 def advertised(wanted: str, listening: Address | None, unix: Address | None) -> str:
-    """Return the address to put into references; raises `InvalidField` if other hosts could not connect to it.
-
-    `wanted` is ``host:port``, ``host`` (the real port is added), or empty: the TCP address `listening`, else
-    the socket `unix`.
-    """
+    """Return the address to put into references: `wanted`, with the real port if it is ``host`` alone; else the TCP
+    address `listening`, else the socket `unix`. Raises `InvalidField` if other hosts could not connect to it."""
     if wanted:
         # A host without a port, perhaps an IPv6 address in brackets, gets the port of the listener.
         has_port = ":" in wanted and not wanted.endswith("]")
@@ -259,9 +241,8 @@ def advertised(wanted: str, listening: Address | None, unix: Address | None) -> 
         with contextlib.suppress(ValueError):
             wildcard = ipaddress.ip_address(listening.host).is_unspecified
         if wildcard:
-            raise InvalidField(
-                "advertise", "", f"the host at which other nodes reach this one: they cannot connect to {listening}"
-            )
+            expected = f"the host at which other nodes reach this one: they cannot connect to {listening}"
+            raise InvalidField("advertise", "", expected)
         return str(listening)
     # `NodeConfig` refuses settings with neither.
     return str(unix)

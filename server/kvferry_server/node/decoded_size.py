@@ -99,21 +99,16 @@ def _is_repeated(field: FieldDescriptor) -> bool:
 
 
 class Decoded:
-    """The walk over one message.
-
-    Attributes:
-        size: bytes that the decoded message takes, as far as the walk has come. Never less than the bytes that protobuf
-            allocates for messages and elements of lists, up to the first damage.
-        fields: fields that the walk has looked at, in units of `WALK_STEPS`.
-        most: the limit of `size`.
-    """
+    """The walk over one message."""
 
     def __init__(self, raw: bytes, shape: Shape) -> None:
         self._raw = raw
         self._shape = shape
+        # Bytes that the decoded message takes, as far as the walk has come. Never less than the bytes that protobuf
+        # allocates for messages and elements of lists, up to the first damage.
         self.size = len(raw) + shape.size
-        self.fields = 0
-        self.most = DECODED_FACTOR * len(raw) + DECODED_SPARE
+        self.fields = 0  # That the walk has looked at, in units of `WALK_STEPS`
+        self.most = DECODED_FACTOR * len(raw) + DECODED_SPARE  # The limit of `size`
 
     @property
     def fits(self) -> bool:

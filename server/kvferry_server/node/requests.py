@@ -68,11 +68,9 @@ class Arrivals:
 
     async def read(self, context: Any) -> tuple[Any, bool]:
         """Wait for a slot, first come first served, and read a call's next request. Returns the undecoded request, or
-        `grpc.aio.EOF`, and whether it is large: then the caller still has the slot and must release it.
-
-        Raises `LimitReached` if other calls needed the slot before the request came, and `InvalidField` if it did not
-        arrive within `REQUEST_TIMEOUT`.
-        """
+        `grpc.aio.EOF`, and whether it is large: then the caller still has the slot and must release it. Raises
+        `LimitReached` if other calls needed the slot before the request came, and `InvalidField` if it did not arrive
+        within `REQUEST_TIMEOUT`."""
         loop = asyncio.get_running_loop()
         self._waiting += 1
         try:
@@ -111,20 +109,16 @@ class Arrivals:
             if loop.time() < reading.since + SLOW_PEER_TIMEOUT:
                 look_again = reading.since + SLOW_PEER_TIMEOUT
                 break
-            slow = LimitReached(
+            message = (
                 f"requests: this host has all {self._most} requests that are read at once, others of it wait, and this "
-                "call's peer was slow",
-                retry_after=RETRY_AFTER,
-                limit="requests",
-                value=self._most,
+                "call's peer was slow"
             )
-            self._end(reading, slow)
+            self._end(reading, LimitReached(message, retry_after=RETRY_AFTER, limit="requests", value=self._most))
         self._timer = loop.call_at(look_again, self._end_slow)
 
     def _end_late(self, reading: _Reading) -> None:
-        self._end(
-            reading, InvalidField("request", "unfinished", f"a request that arrives within {REQUEST_TIMEOUT:g} s")
-        )
+        expected = f"a request that arrives within {REQUEST_TIMEOUT:g} s"
+        self._end(reading, InvalidField("request", "unfinished", expected))
 
     def _end(self, reading: _Reading, why: KvferryError) -> None:
         # Both timers may fire in one step of the event loop.
@@ -166,15 +160,11 @@ class HeldRequest:
 
 
 class Requests:
-    """The requests of one listener. Belongs to one event loop.
-
-    `memory` is the budget of decoded requests; `worked_on` counts the bytes of all requests so far, refused ones
-    included, but no small ones.
-    """
+    """The requests of one listener. Belongs to one event loop."""
 
     def __init__(self, worker: Worker, time_slices: TimeSlices) -> None:
-        self.memory = Budget(limits.MAX_REQUEST_MEMORY)
-        self.worked_on = 0
+        self.memory = Budget(limits.MAX_REQUEST_MEMORY)  # Of decoded requests
+        self.worked_on = 0  # Bytes of all requests so far, refused ones included, but no small ones
         self._worker = worker
         self._time_slices = time_slices
         self._arriving: WeakValueDictionary[tuple[str, bool], Arrivals] = WeakValueDictionary()
