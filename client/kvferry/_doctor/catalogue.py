@@ -1,7 +1,5 @@
-"""The table of checks, in the order of the output, and how each is run.
-
-Some run in separate processes, because NIXL can crash its process, and look-ups of names or locks can hang.
-"""
+"""The table of checks, in the order of the output, and how each is run: some in separate processes, because NIXL can
+crash its process, and look-ups of names or locks can hang."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvferry._doctor import peer, same_host, software, system, ucx
+from kvferry._doctor import peer, same_host, system, ucx
 from kvferry._doctor.check import Finding, Host, ended, finding, python
 
 _LINES = 5
@@ -40,8 +38,8 @@ class Check(NamedTuple):
 
 
 CHECKS = (
-    Check("packages", software.packages),
-    Check("environment", software.environment),
+    Check("packages", system.packages),
+    Check("environment", system.environment),
     Check("cma", same_host.check, 30.0),
     Check("moves", ucx.moves, 60.0),
     Check("huge-pages", system.huge_pages, 20.0),

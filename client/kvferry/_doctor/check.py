@@ -1,5 +1,4 @@
-"""What checks take and return: this host, with the options of the command, and findings, whose texts are in
-`findings.md`."""
+"""What checks take and return: this host, with the options of the command, and findings."""
 
 from __future__ import annotations
 

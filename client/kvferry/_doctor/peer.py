@@ -1,7 +1,5 @@
-"""A node server as seen from this host: name, port, TLS, health, version, and the time of a call.
-
-Its clock is not compared with this host's: kvferry never compares clocks of two hosts.
-"""
+"""A node server as seen from this host: name, port, TLS, health, version, and the time of a call. kvferry never
+compares clocks of two hosts."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
 from kvferry._doctor.check import Finding, Host, ended, finding, python
-from kvferry._doctor.software import version_of
+from kvferry._doctor.system import version_of
 
 if TYPE_CHECKING:
     from kvferry._transport.nixl_agent import AgentInfo, ReadHandle
