@@ -1,8 +1,7 @@
 """The admin listener: HTTP for operators, on the node server's event loop.
 
-GET and HEAD only: no request changes anything. A connection has one request, and ends after `CONNECTION_SECONDS` in any
-case; if there are too many connections, the oldest ends. So slow or silent clients cost a bounded number of descriptors
-for a bounded time.
+GET and HEAD only: no request changes anything. A connection has one request, and ends after `CONNECTION_SECONDS`; if
+there are too many, the oldest ends. So slow or silent clients cost a bounded number of descriptors for a bounded time.
 """
 
 from __future__ import annotations
@@ -105,12 +104,10 @@ class Share:
 
 class AdminService(web.Server):
     """Shows a node server on one address until `close`: aiohttp's server of connections, with limits on their number
-    and duration. `address` may have port 0, and has its real port once `start` has returned. Belongs to the event loop
-    that makes it.
+    and duration. `address` has its real port once `start` has returned. Belongs to the event loop that makes it.
 
-    With `local`, only requests that name this host, by an IP address or as localhost, are
-    answered. Otherwise a web page in an operator's browser could point its own name here, and read what only this host
-    may read."""
+    With `local`, only requests that name this host, by an IP address or as localhost, are answered. Otherwise a web
+    page in an operator's browser could point its own name here, and read what only this host may read."""
 
     def __init__(self, node: NodeState, address: Address, *, local: bool) -> None:
         super().__init__(
@@ -133,7 +130,7 @@ class AdminService(web.Server):
         static = files("kvferry_server.admin").joinpath("static")
         css, script = (static.joinpath(name).read_bytes() for name in ("page.css", "page.js"))
         self._paths: dict[str, Callable[[Query], Answer | Awaitable[Answer]]] = {
-            "/": pages.of(lambda query: _page(page.front(node, query))),
+            "/": pages.of(lambda query: (200, HTML, page.front(node, query).encode())),
             "/page.css": lambda _: (200, "text/css; charset=utf-8", css),
             "/page.js": lambda _: (200, "text/javascript; charset=utf-8", script),
             "/metrics": metrics.of(lambda _: (200, CONTENT_TYPE_LATEST, collector.text()), METRICS_KEPT),
@@ -203,10 +200,6 @@ class AdminService(web.Server):
 
 def _probe(problem: str) -> Answer:
     return (503, TEXT, f"{problem}\n".encode()) if problem else (200, TEXT, b"ok\n")
-
-
-def _page(content: str) -> Answer:
-    return 200, HTML, content.encode()
 
 
 def _listed(node: NodeState, listing: Callable[[Home, Any], Message], kind: Any) -> Callable[[Query], Answer]:
