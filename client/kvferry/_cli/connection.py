@@ -33,12 +33,19 @@ Response = TypeVar("Response")
 Server = Annotated[
     str, typer.Option(envvar="KVFERRY_SERVER", metavar="ADDRESS", help="Node server to ask: unix:/path or host:port.")
 ]
+Servers = Annotated[
+    list[str],
+    typer.Option(
+        "--server",
+        envvar="KVFERRY_SERVER",
+        metavar="ADDRESS",
+        help="Node server to ask: unix:/path or host:port. May be given several times.",
+    ),
+]
 Directory = Annotated[
     str,
     typer.Option(
-        envvar="KVFERRY_DIRECTORY",
-        metavar="URL",
-        help="Directory of the fleet: etcd://HOST:PORT or file:/PATH.",
+        envvar="KVFERRY_DIRECTORY", metavar="URL", help="Directory of the fleet: etcd://HOST:PORT or file:/PATH."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: the fields of the protos, complete and stable.")]
@@ -152,6 +159,10 @@ class Node:
     def info(self) -> introspection_pb2.GetServerInfoResponse:
         return self._asked("GetServerInfo")  # type: ignore[no-any-return]
 
+    def summary(self, engine_id: str) -> introspection_pb2.EngineSummary:
+        """Return an engine without its ranks."""
+        return self._asked("GetEngine", engine_id=engine_id, page_size=1).summary  # type: ignore[no-any-return]
+
     def engine(self, engine_id: str) -> introspection_pb2.GetEngineResponse:
         """Return an engine with all its ranks."""
         return self._asked("GetEngine", lambda page: page.geometry.ranks, engine_id=engine_id)  # type: ignore[no-any-return]
@@ -164,17 +175,10 @@ class Node:
         missing, count = list(answer.summary.missing_ranks), answer.summary.num_missing
         if count:
             more = f" and {count - len(missing)} more" if count > len(missing) else ""
-            raise EngineIncomplete(
-                f"engine {engine_id!r}: ranks {missing}{more} have not registered",
-                engine_id=engine_id,
-                missing_ranks=",".join(map(str, missing)),
-                missing=count,
-            )
+            message = f"engine {engine_id!r}: ranks {missing}{more} have not registered"
+            named = ",".join(map(str, missing))
+            raise EngineIncomplete(message, engine_id=engine_id, missing_ranks=named, missing=count)
         return engine_from_proto(answer.geometry)
-
-    def summary(self, engine_id: str) -> introspection_pb2.EngineSummary:
-        """Return an engine without its ranks."""
-        return self._asked("GetEngine", engine_id=engine_id, page_size=1).summary  # type: ignore[no-any-return]
 
     def listing(self, kind: str, most: float = math.inf, rows: float = math.inf, **asked: str) -> Any:
         """Return at most `most` pages of a list as one response, and none after the first `rows` entries or somewhat

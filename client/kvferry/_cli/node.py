@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -20,6 +20,7 @@ from kvferry._cli.connection import (
     Directory,
     Node,
     Server,
+    Servers,
     look_up,
     with_connection,
 )
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
     Answers: TypeAlias = list[tuple[str, ipb.ListEnginesResponse]]
     Failures: TypeAlias = list[tuple[str, KvferryError]]
-    Listed: TypeAlias = ipb.ListRequestsResponse | ipb.ListTransfersResponse
 
 MAX_AT_ONCE = 32  # Most node servers that are asked at once
 MOST_ROWS = 200
@@ -100,15 +100,7 @@ def health(
 
 @with_connection
 def engines(
-    servers: Annotated[
-        list[str],
-        typer.Option(
-            "--server",
-            envvar="KVFERRY_SERVER",
-            metavar="ADDRESS",
-            help="Node server to ask: unix:/path or host:port. May be given several times.",
-        ),
-    ] = [DEFAULT_SERVER],  # noqa: B006  typer copies it, and shows it in the help
+    servers: Servers = [DEFAULT_SERVER],  # noqa: B006  typer copies it, and shows it in the help
     every: Annotated[bool, typer.Option("--all", help="Ask all homes that the directory lists.")] = False,
     directory: Directory = "",
     as_json: AsJson = False,
@@ -222,28 +214,24 @@ def _rank(rank: geometry_pb2.RankGeometry) -> tuple[object, ...]:
 def requests(engine_id: OfEngine = "", request_id: OfRequest = "", reader: OfReader = "", *, node: Node) -> None:
     """List the published requests that are not released yet."""
     which = "Nothing that was asked for" if engine_id or request_id or reader else "No request"
-    found = _listed(node, "requests", engine_id, request_id, reader)
-    _show(node, found, [request_row(each) for each in found.requests], f"{which} is published at {node.server}.")
+    none = f"{which} is published at {node.server}."
+    _list(node, "requests", request_row, none, engine_id=engine_id, request_id=request_id, reader_engine_id=reader)
 
 
 @with_connection
 def transfers(engine_id: OfEngine = "", request_id: OfRequest = "", reader: OfReader = "", *, node: Node) -> None:
     """List reads from a node server's engines, and their leases."""
-    found = _listed(node, "transfers", engine_id, request_id, reader)
     none = f"Nothing is read from the engines of {node.server}."
-    _show(node, found, [transfer_row(each) for each in found.transfers], none)
+    _list(node, "transfers", transfer_row, none, engine_id=engine_id, request_id=request_id, reader_engine_id=reader)
 
 
-def _listed(node: Node, kind: str, engine_id: str, request_id: str, reader: str) -> Any:
-    """Return a list: whole as JSON, and for people as much as they read."""
-    most = math.inf if node.as_json else MOST_ROWS
-    return node.listing(kind, rows=most, engine_id=engine_id, request_id=request_id, reader_engine_id=reader)
-
-
-def _show(node: Node, found: Listed, rows: Sequence[Row], none: str) -> None:
+def _list(node: Node, kind: str, row: Callable[[Any], Row], none: str, **asked: str) -> None:
+    """Show a list: whole as JSON, and for people as much as they read."""
+    found = node.listing(kind, rows=math.inf if node.as_json else MOST_ROWS, **asked)
     if node.as_json:
         print_json(found)
         return
+    rows = [row(each) for each in getattr(found, kind)]
     console().print(listing(rows[:MOST_ROWS]) if rows else safe(none), markup=False)
     if found.next_page_token or len(rows) > MOST_ROWS:
         more = "There are more: --engine, --request and --reader choose some of them, and --json lists all."

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvferry._cli.connection import DEFAULT_SERVER, Connection, Node, with_connection
+from kvferry._cli.connection import DEFAULT_SERVER, Connection, Node, Servers, with_connection
 from kvferry._cli.render import console, listing
 from kvferry._summaries import Row, as_dict, size, transfer_row
 from kvferry.errors import InvalidField, KvferryError
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 
     from kvferry.v1 import introspection_pb2 as ipb
 
-INTERVAL = 2.0
 LEAST_INTERVAL = 0.5  # Least seconds between two looks, because each look makes node servers list their reads
-MOST_INTERVAL = 3600.0
 SERVERS_AT_ONCE = 16  # How many node servers are asked at once
 PAGES = 4
 """Most pages of a list that one look asks for, each of at most 1000 entries and 256 KiB: a look stays cheap for the
@@ -44,18 +42,11 @@ SHOWN = ("server", "error", "restarted", "recovering", "engines", "publications"
 
 @with_connection
 def top(
-    server: Annotated[
-        list[str] | None,
-        typer.Option(
-            envvar="KVFERRY_SERVER",
-            metavar="ADDRESS",
-            help="Node server to look at: unix:/path or host:port. May be given several times.",
-        ),
-    ] = None,
+    servers: Servers = [DEFAULT_SERVER],  # noqa: B006  typer copies it, and shows it in the help
     interval: Annotated[
         float,
-        typer.Option(min=LEAST_INTERVAL, max=MOST_INTERVAL, metavar="SECONDS", help="Time between two looks."),
-    ] = INTERVAL,
+        typer.Option(min=LEAST_INTERVAL, max=3600.0, metavar="SECONDS", help="Time between two looks."),
+    ] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each look, in a line.")] = False,
     *,
@@ -68,8 +59,7 @@ def top(
     """
     try:
         with ExitStack() as stack:
-            names = dict.fromkeys(server or [DEFAULT_SERVER])
-            lookers = [Looker(stack.enter_context(connection.node(name))) for name in names]
+            lookers = [Looker(stack.enter_context(connection.node(name))) for name in dict.fromkeys(servers)]
             threads = ThreadPoolExecutor(min(len(lookers), SERVERS_AT_ONCE), "kvferry-top")
             # The channels, which are closed after the pool, end calls in progress.
             stack.callback(threads.shutdown, wait=False, cancel_futures=True)
