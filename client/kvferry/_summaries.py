@@ -83,8 +83,7 @@ def engine_state(summary: ipb.EngineSummary) -> str:
 
 
 def read_state(transfer: ipb.TransferSummary) -> str:
-    """Return the state of a read, with the number of parts that its reader may have moved if it waits for more, and
-    with the failures that its ranks report."""
+    """Return the state of a read, with the parts that its reader may have moved so far, and its ranks' failures."""
     from kvferry._wire.status import failures_of
 
     state = enum_name(transfer.read)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvferry.geometry.model import EngineGeometry
     from kvferry.v1 import introspection_pb2
 
-DEFAULT_SERVER = "unix:/run/kvferry/node.sock"
+LOCAL = "unix:/run/kvferry/node.sock"  # The node server of this host
 PAGE_SIZE = 1000
 
 Response = TypeVar("Response")
@@ -69,7 +69,7 @@ class Connection:
     ] = None
 
     @contextmanager
-    def node(self, server: Server = DEFAULT_SERVER, as_json: AsJson = False) -> Iterator[Node]:
+    def node(self, server: Server = LOCAL, as_json: AsJson = False) -> Iterator[Node]:
         """Make a channel to a node server. Raises `typer.BadParameter` if an address or file cannot be used."""
         from kvferry._wire.channel import TlsConfig, connect
 
@@ -82,14 +82,23 @@ class Connection:
         with channel:
             yield Node(server, channel, tls, self.timeout, as_json)
 
+    def look_up(self, url: str, ask: Callable[[_Directory], Response]) -> Response:
+        """Ask a directory. Raises `typer.BadParameter` if its URL cannot be used, or `DirectoryUnavailable`."""
+        from kvferry._directory.opening import open_directory
+
+        try:
+            directory = open_directory(url)
+        except InvalidInput as error:
+            raise typer.BadParameter(str(error)) from None
+        with directory:
+            directory.wait(self.timeout)
+            return ask(directory)
+
 
 def with_connection(command: Callable[..., None]) -> Callable[..., None]:
     """Replace a command's last parameter, ``connection`` or ``node``, by the fields of `Connection` as options; for
-    ``node``, which is one node server, the parameters of `Connection.node` are options, too.
-
-    Needed because typer makes options of parameters, but not of the fields of dataclasses.
-    """
-
+    ``node``, which is one node server, the parameters of `Connection.node` are options, too. typer itself makes no
+    options of the fields of a dataclass."""
     *own, last = inspect.signature(command, eval_str=True).parameters.values()
     of_connection = list(inspect.signature(Connection, eval_str=True).parameters.values())
     _, *of_node = inspect.signature(Connection.node, eval_str=True).parameters.values()
@@ -107,20 +116,6 @@ def with_connection(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
-
-
-def look_up(url: str, timeout: float, ask: Callable[[_Directory], Response]) -> Response:
-    """Wait until a directory has answered, and ask it. Raises `typer.BadParameter` if the URL cannot be used, or
-    `DirectoryUnavailable` if the directory does not answer within `timeout` seconds."""
-    from kvferry._directory.opening import open_directory
-
-    try:
-        directory = open_directory(url)
-    except InvalidInput as error:
-        raise typer.BadParameter(str(error)) from None
-    with directory:
-        directory.wait(timeout)
-        return ask(directory)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,7 @@ MAX_ENTRY_BYTES = 16 * 1024  # Most bytes of an entry that is read from a direct
 
 FOLLOW_FIRST = 0.1
 FOLLOW_LAST = 5.0
-"""Shortest and longest seconds between attempts to follow an unreadable directory. Half of each pause is random, so
-that a fleet does not come back in one instant."""
+"""Shortest and longest seconds between attempts to read a directory. Half is random: no fleet comes back at once."""
 _RANDOM = SystemRandom()
 ANSWER_TIMEOUT = 5.0  # Default seconds to wait for the first answer
 
@@ -154,8 +153,7 @@ class Directory(Closing, ABC):
     # For readers.
 
     def start(self) -> None:
-        """Begin to follow the directory. Does not wait. Idempotent. Raises `Closed`, or `LimitReached` if the system
-        refused a thread."""
+        """Begin to follow the directory. Does not wait. Idempotent. Raises `Closed`, or `LimitReached`: no thread."""
         if self._thread is None:
             with self._changed:
                 if self._thread is None and not self._closed:
@@ -171,8 +169,7 @@ class Directory(Closing, ABC):
             return self._listed is not None
 
     def listed(self) -> Listed:
-        """Return the directory's content. Does not wait. Raises `DirectoryUnavailable` if it has not answered yet, or
-        `Closed`."""
+        """Return the content. Does not wait. Raises `DirectoryUnavailable` if it has not answered yet, or `Closed`."""
         self.start()
         problem, listed = self._problem, self._listed
         if listed is None:
@@ -213,13 +210,12 @@ class Directory(Closing, ABC):
         raise self._written_by_others()
 
     def renew(self) -> None:
-        """List everything published for another ttl; publish it again if the directory has forgotten it. Waits. After
+        """List everything published for another ttl, even if the directory has forgotten it. Waits. After
         `DirectoryUnavailable`, call `renew` again."""
         raise self._written_by_others()
 
     def withdraw(self) -> None:
-        """Withdraw everything published. Waits, at most for one call. After `DirectoryUnavailable`, the listings end
-        with their ttl."""
+        """Withdraw everything published. Waits, at most for one call. Otherwise the listings end with their ttl."""
         raise self._written_by_others()
 
     def close(self) -> None:
@@ -272,8 +268,7 @@ class Directory(Closing, ABC):
             logger.debug("following %s failed", self.name, exc_info=error)
             self._problem = repr(error)
         if first:
-            # Once per outage: only discovery depends on the directory. Before the first answer callers get an error,
-            # and need no warning in the log.
+            # Once per outage: only discovery depends on it. Before the first answer callers get an error anyway.
             level = logging.INFO if self._listed is None else logging.WARNING
             so_far = "it has not answered yet" if self._listed is None else "its last answer stays in use"
             logger.log(level, "the directory %s cannot be read: %s; %s", self.name, self._problem, so_far)

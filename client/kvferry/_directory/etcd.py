@@ -9,6 +9,7 @@ reader parses listings on arrival, and keeps nothing of other keys.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Generator
 from contextlib import closing
@@ -64,8 +65,6 @@ class EtcdDirectory(Directory):
         self._wanted: dict[bytes, bytes] = {}
         self._written: dict[bytes, bytes] = {}
 
-    # For node servers.
-
     def publish(self, home: str, engines: Collection[Listing], ttl: float) -> None:
         self._ttl = ttl
         self._wanted = {self._key("homes", checked_home(home)): b"{}"}
@@ -108,8 +107,6 @@ class EtcdDirectory(Directory):
             # exists, its end deletes no key that has been written again.
             self._lease = 0
             raise
-
-    # For readers.
 
     def _follow(self) -> float:
         revision = self._read_all()
@@ -205,15 +202,15 @@ class EtcdCalls:
     def __init__(self, name: str, access: EtcdAccess) -> None:
         self._name = name
         self._access = access
-        self._at = 0
+        self._endpoints = itertools.cycle(access.endpoints)
+        self._endpoint = next(self._endpoints)
         self._token = ""
         self._channel: grpc.Channel | None = None
         self._closed = False
 
     def call(self, method: str, request: Message, answer: type[Answer], timeout: float | None = None) -> Answer:
-        """Call a method with one answer, such as ``KV/Put``; also a streaming method, since gRPC sends the same bytes
-        for one request and one answer. `timeout` is in seconds; None: `CALL_TIMEOUT`. Raises `DirectoryUnavailable` if
-        there is no answer or etcd refused."""
+        """Call a method, such as ``KV/Put``; also a streaming method with one request and one answer, for which gRPC
+        sends the same bytes. None: `CALL_TIMEOUT`. Raises `DirectoryUnavailable` if etcd does not answer or refuses."""
         had_token = bool(self._token)
         try:
             made = self._dialled().unary_unary(PACKAGE + method, type(request).SerializeToString, answer.FromString)
@@ -258,10 +255,6 @@ class EtcdCalls:
             raise self._is_closed()
         return channel
 
-    @property
-    def _endpoint(self) -> str:
-        return self._access.endpoints[self._at % len(self._access.endpoints)]
-
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         access = self._access
         if access.user and not self._token:
@@ -278,8 +271,7 @@ class EtcdCalls:
     def _failed(self, error: grpc.RpcError) -> DirectoryUnavailable:
         """Return the error to raise, and go on with the next endpoint."""
         endpoint, call = self._endpoint, cast("grpc.Call", error)
-        self._at += 1
-        self._token = ""
+        self._endpoint, self._token = next(self._endpoints), ""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()

@@ -92,8 +92,7 @@ def _etcd(url: str, parts: SplitResult) -> Directory:
 
 
 class FileDirectory(Directory):
-    """A file, ``.toml`` or else JSON, read again when it changes. While the file cannot be read or is wrong, its last
-    good content stays in use."""
+    """A file, ``.toml`` or else JSON, read again when it changes. Its last good content stays in use."""
 
     def __init__(self, name: str, path: Path) -> None:
         super().__init__(name)

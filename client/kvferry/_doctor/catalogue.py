@@ -1,5 +1,4 @@
-"""The table of checks, in the order of the output, and how each is run: some in separate processes, because NIXL can
-crash its process, and look-ups of names or locks can hang."""
+"""The table of checks. Some run in separate processes: NIXL can crash, and look-ups of names or locks can hang."""
 
 from __future__ import annotations
 
@@ -73,8 +72,7 @@ def run_alone(check: str, host: Host, seconds: float) -> list[Finding]:
                 stderr=written,
                 # The process's temporary files end with the folder, also if the process is killed.
                 env={**host.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": folder},
-                # So that its children can be ended with it. No `preexec_fn`, with which Python forks: gRPC's code in
-                # the child of a fork can end the child.
+                # So that its children end with it. No `preexec_fn`: gRPC can end the child of a fork that it makes.
                 start_new_session=True,
             )
             hung = False
@@ -99,8 +97,7 @@ def run_alone(check: str, host: Host, seconds: float) -> list[Finding]:
 
 
 def main() -> None:
-    """Run the process of one check, which `run_alone` starts. The input has the host and the name of the file for the
-    findings, both pickled."""
+    """Run the process of one check, which `run_alone` starts."""
     name, host, answer = pickle.load(sys.stdin.buffer)
     check = next(check for check in CHECKS if check.name == name)
     Path(answer).write_bytes(pickle.dumps(check.look(host)))

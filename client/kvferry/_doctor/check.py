@@ -95,8 +95,7 @@ class Host:
 
 
 def python(code: str, *arguments: str) -> list[str]:
-    """Return the command that runs lines of Python without modules from the current folder: root runs the doctor, too,
-    and any user may put a json.py into /tmp."""
+    """Return the command that runs lines of Python. Any user may put modules into the current folder, such as /tmp."""
     return [sys.executable, "-c", f"import sys; sys.path[:] = filter(None, sys.path); {code}", *arguments]
 
 

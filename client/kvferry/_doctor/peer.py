@@ -1,5 +1,4 @@
-"""A node server as seen from this host: name, port, TLS, health, version, and the time of a call. kvferry never
-compares clocks of two hosts."""
+"""A node server as seen from this host: name, port, TLS, health, version, and the time of a call, but not its clock."""
 
 from __future__ import annotations
 

@@ -92,9 +92,8 @@ def environment(host: Host) -> list[Finding]:
             findings.append(finding(kind, f"{name}={host.environ[name]}"))
     if not findings:
         set_here = ", ".join(sorted(name for name in host.environ if name.startswith(("UCX_", "NIXL_", "GRPC_"))))
-        findings.append(
-            finding("environment-clear", f"set, and harmless: {set_here}" if set_here else "nothing is set")
-        )
+        said = f"set, and harmless: {set_here}" if set_here else "nothing is set"
+        findings.append(finding("environment-clear", said))
     return findings
 
 

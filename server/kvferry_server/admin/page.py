@@ -1,8 +1,5 @@
-"""The page that shows a node server in a browser. It is made here; a script only reloads it.
-
-At its head is what is wrong, the worst first, and what to do next; docs/runbook.md says more. Values in a template are
-escaped, unless they are `Html`.
-"""
+"""The page that shows a node server in a browser; a script only reloads it. At its head is what is wrong, the worst
+first, and what to do next (docs/runbook.md). Values in a template are escaped, unless they are `Html`."""
 
 from __future__ import annotations
 
@@ -95,8 +92,7 @@ def each(template: str, values: Iterable[object]) -> Html:
 
 
 def front(node: NodeState, query: Mapping[str, str]) -> Html:
-    """Return the first page: problems, engines, pinned requests, reads and the timeline. Raises `InvalidField` for a
-    page token that no link of the page has."""
+    """Return the first page. Raises `InvalidField` for a page token that no link of the page has."""
     home = node.home
 
     def asked(name: str) -> dict[str, Any]:

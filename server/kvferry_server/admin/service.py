@@ -61,8 +61,7 @@ HEADERS = {
     "Cache-Control": "no-store",
     "Server": "kvferryd",
 }
-"""Headers of every answer. Pages load nothing from other hosts and run only their own script, and no other site may
-show or read them."""
+"""Of every answer. Pages load only from here and run only their own script, and no other site may show or read them."""
 
 ADDRESSES = {"localhost", "localhost.localdomain", "ip6-localhost"}  # Names in the header Host that mean this host
 _HOST = re.compile(r"(\[(?P<six>[^\[\]]+)\]|(?P<name>[^:\[\]]+))(:[0-9]*)?", re.ASCII)

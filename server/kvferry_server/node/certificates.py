@@ -21,8 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Certificates(TlsFiles):
-    """The TLS files of a node server. `wall_clock` returns seconds since 1970. Raises `InvalidField` if the files
-    cannot be used. Thread-safe."""
+    """The TLS files of a node server. Raises `InvalidField` if they cannot be used. Thread-safe."""
 
     POLL = CERTIFICATE_POLL
 
@@ -77,8 +76,7 @@ class Certificates(TlsFiles):
 
     def _validity(self) -> Validity | None:
         wall = self._wall_clock()
-        # Clients would refuse a new certificate that is not valid now, but still accept the current one. The files are
-        # tried again.
+        # Clients would refuse a new certificate that is not valid now, but accept the current one. It is tried again.
         if self._own is not None and self._own.validity.start <= wall < self._own.validity.end:
             return check_in_time(self._tls, wall)
         return super()._validity()

@@ -9,10 +9,10 @@ import re
 import socket
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
 
 from kvferry._directory.directory import checked_labels
 from kvferry._directory.opening import open_directory
@@ -32,6 +32,8 @@ GROUPS = {"listen": "addresses", "tls_cert": "security", "directory": "directory
 """Headings of the flags, by the first setting below each."""
 
 _TIMES = Times()
+File: TypeAlias = Annotated[Path | None, BeforeValidator(lambda value: None if value == "" else value)]
+LOWER = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
 
 
 class NodeConfig(BaseModel):
@@ -51,13 +53,13 @@ class NodeConfig(BaseModel):
     admin: Annotated[str, "HOST:PORT"] = "127.0.0.1:7424"
     """TCP address for metrics, health and a page for people, over HTTP without TLS. Port 0: a free port. Empty:
     none. If the default is in use, there is none either."""
-    tls_cert: Path | None = None
+    tls_cert: File = None
     """PEM file with this server's certificate chain. Turns on TLS for TCP."""
-    tls_key: Path | None = None
+    tls_key: File = None
     """PEM file with the certificate's private key."""
-    tls_ca: Path | None = None
+    tls_ca: File = None
     """PEM file with certificate authorities: clients must show a certificate of one of them (mTLS)."""
-    policy: Path | None = None
+    policy: File = None
     """TOML file with the roles of identities in client certificates. Identities that it does not name may do nothing.
     Needs tls_ca. Empty: every certificate may do all but administer."""
     insecure: bool = False
@@ -105,23 +107,13 @@ class NodeConfig(BaseModel):
     memory: ByteSize = ByteSize(0)
     """Memory for what the home keeps of engines and their requests: 512MiB, or bytes. Engines and hosts share it.
     The process takes up to 384 MiB more. 0: half of what its cgroup or host has, at most 1 GiB."""
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], "LEVEL"] = "info"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], LOWER, "LEVEL"] = "info"
     """Level from which messages are logged, to stderr."""
-    log_format: Annotated[Literal["text", "json"], "FORMAT"] = "text"
+    log_format: Annotated[Literal["text", "json"], LOWER, "FORMAT"] = "text"
     """How messages are logged: lines of text with key=value, or an object of JSON each."""
     trace_endpoint: Annotated[str, "URL"] = ""
     """URL of an OpenTelemetry collector (OTLP over HTTP, e.g. http://127.0.0.1:4318/v1/traces) that gets a span for
     each call that belongs to a trace. Empty: no traces."""
-
-    @field_validator("log_level", "log_format", mode="before")
-    @classmethod
-    def _in_lower_case(cls, value: object) -> object:
-        return value.lower() if isinstance(value, str) else value
-
-    @field_validator("tls_cert", "tls_key", "tls_ca", "policy", mode="before")
-    @classmethod
-    def _empty_is_none(cls, value: object) -> object:
-        return None if value == "" else value
 
     @model_validator(mode="after")
     def _fits_together(self) -> NodeConfig:
@@ -152,8 +144,7 @@ class NodeConfig(BaseModel):
         return self
 
     def _check_exposure(self) -> None:
-        """Raise `InvalidField` if an address is not on loopback, so that every host can connect, and no setting allows
-        that."""
+        """Raise `InvalidField` if every host can connect, and no setting allows that."""
         address, admin = self.listen_address, self.admin_address
         if admin is not None and not self.admin_insecure and not is_on_loopback(admin):
             expected = (
@@ -277,8 +268,7 @@ def _is_endpoint(url: str) -> bool:
 
 
 def shown(value: object) -> object:
-    """Return a value as messages show it: a URL without its password and query, and nothing of a key that stands in
-    place of its file's name."""
+    """Return a value as messages show it: without a URL's password and query, or a key in place of its file's name."""
     if "-----BEGIN" in str(value):
         return "-----BEGIN..."
     if not isinstance(value, str) or "//" not in value:

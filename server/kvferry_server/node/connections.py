@@ -108,8 +108,7 @@ def count_connections(address: Address) -> int:
 
 
 def end_connection(peer: str) -> None:
-    """Close the connection of a gRPC peer, such as ``ipv4:10.0.0.1:4711``. Does nothing for callers on the UNIX socket,
-    whose connections all look alike."""
+    """Close the connection of a gRPC peer, such as ``ipv4:10.0.0.1:4711``; on a UNIX socket all peers look alike."""
     kind, _, address = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
         return

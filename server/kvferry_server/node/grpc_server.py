@@ -2,9 +2,8 @@
 
 grpcio decodes a call's path in the task that accepts all calls. A path that is not UTF-8 raises there, and the server
 shuts down with all its connections. The paths of registered methods are not decoded. So all methods of this server are
-registered, and a task here accepts calls with any other path and refuses them as not offered, without decoding or
-naming the path. Tasks here also accept the calls of registered methods: grpcio would wait for the next call of all
-methods together, and each time look up the handler and run the interceptors.
+registered, and a task here refuses calls with any other path, without decoding or naming it. Tasks here also accept the
+calls of registered methods: grpcio would each time look up the handler and run the interceptors.
 
 Only this file uses private parts of grpcio, so pyproject.toml allows the versions that it was tried with.
 """

@@ -44,7 +44,6 @@ never waits, and operators' tools (`buf curl`, `grpcurl`) send no deadline."""
 
 UNKNOWN_METHOD = "the called method"  # Stands for the path of a call to an unknown method, which is never decoded
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Encode: TypeAlias = Callable[[Any], bytes]
 Work: TypeAlias = Callable[[Context, str], Awaitable[Any]]
 """What a call does, given its context and the caller's host."""
 
@@ -52,8 +51,7 @@ PAGED_ANSWERS = frozenset({KV_TRANSFER + "Handshake"})
 """Streams that carry one answer in several messages. Their requests may be as large as those of unary calls."""
 
 WAITING = frozenset({KV_TRANSFER + "ReadBlocks"})
-"""Unary calls that wait for news. They count as streams, so that they keep no other calls out. The drain of the home
-ends their waits."""
+"""Unary calls that wait for news. They count as streams, so that they keep no other calls out."""
 
 
 class Guard:
@@ -79,6 +77,8 @@ class Guard:
         self.streams = Budget(streams, 1)
         self.answers = Budget(MAX_PENDING_ANSWERS, 0)
         self.requests = requests
+        budgets = self.calls, self.streams, self.answers, requests.memory
+        self.budgets = dict(zip(("calls", "streams", "answers", "requests"), budgets, strict=True))
         self._access = access
         self._counts = counts or CallCounts()
         self._traced = traced
@@ -106,11 +106,6 @@ class Guard:
         call = self._limited(method, method[1:], self.streams, stream, timed=method in PAGED_ANSWERS)
         encode = _encoder(handler.response_serializer)
         return grpc.stream_stream_rpc_method_handler(self._traced(method, call), None, encode)
-
-    @property
-    def budgets(self) -> dict[str, Budget]:
-        memory = self.requests.memory
-        return {"calls": self.calls, "streams": self.streams, "answers": self.answers, "requests": memory}
 
     def end_streams(self) -> None:
         """End all open and later streams with DRAINING."""
@@ -297,7 +292,7 @@ async def _taken(context: Context, sending: Awaitable[None]) -> None:
         timer.cancel()
 
 
-def _encoder(encode: Any) -> Encode:
+def _encoder(encode: Any) -> Callable[[Any], bytes]:
     """Let bytes through an encoder: messages that many clients get are encoded only once."""
     return lambda message: message if isinstance(message, bytes) else encode(message)
 

@@ -42,8 +42,7 @@ class UnixListener(Server):
         self.address = Address(path=str(path))
         self._path = path
         self._lock = path.with_name(path.name + ".lock")
-        # gRPC binds to this path, and the socket is renamed once its mode is right. So the real path never has a socket
-        # that too many users can connect to.
+        # gRPC binds to this path. The socket is renamed once its mode is right, so that nobody else can connect before.
         self._new = path.with_name("." + path.name)
         self._lock_fd = -1
         self._bound = False
@@ -84,8 +83,7 @@ class UnixListener(Server):
             return
         if self._bound:
             self._path.unlink(missing_ok=True)
-        # Removed while locked: a server that waits for the lock has opened a file that is no longer at the path, and
-        # notices that (see _acquire).
+        # While locked: a server that waits for the lock notices that its file is no longer at the path (`_acquire`).
         self._lock.unlink(missing_ok=True)
         self.forget()
 

@@ -1,8 +1,7 @@
 """Loads the settings of a node server and the policy file, and explains wrong ones with their origin.
 
-Flags win over the environment (``KVFERRYD_…``), which wins over a TOML file (``--config``), which wins over the
-defaults. An error names the setting, its value and the value's origin; `kvferryd --check-config` prints all three for
-every setting, and checks the files that settings name, and memory.
+Flags win over the environment (``KVFERRYD_…``), which wins over a TOML file (``--config``), which wins over defaults.
+`kvferryd --check-config` prints every setting with its value and origin, and checks files and memory.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from kvferry_server.node.memory import memory_limit
 
 CONFIG_FILE = ENV_PREFIX + "CONFIG"
 OF_KUBERNETES = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_\w+)=.*|\w+_PORT=\w+://.*")
-"""Variables, ``NAME=VALUE``, that Kubernetes sets in every container beside a Service whose name begins with
-kvferryd."""
+"""Variables, ``NAME=VALUE``, that Kubernetes sets in containers if a Service has a name that begins with kvferryd."""
 
 MAX_RULES = 1000  # Each call of a caller whose roles are limited looks at all rules
 
@@ -67,9 +65,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         if name in GROUPS:
             group = parser.add_argument_group(GROUPS[name])
         default = "none" if field.default in (None, "") else "no" if field.default is False else field.default
-        metavar = next(
-            (each for each in field.metadata if isinstance(each, str)), of_types.get(field.annotation, "FILE")
-        )
+        of_type = of_types.get(field.annotation, "FILE")
+        metavar = next((each for each in field.metadata if isinstance(each, str)), of_type)
         options: dict[str, Any] = {"metavar": metavar}
         if field.annotation is bool:
             options = {"action": argparse.BooleanOptionalAction}
@@ -104,8 +101,7 @@ def config_file(flag: str | None) -> Path | None:
 
 
 def unread_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each variable that is probably meant for kvferryd, but that it does not read. Values are
-    not shown."""
+    """Return a sentence, without its value, for each variable that is probably meant for kvferryd, but not read."""
     known = {ENV_PREFIX + name.upper() for name in NodeConfig.model_fields} | {CONFIG_FILE}
     # The names of settings may have any case.
     given = {name.upper() for name in environment}
@@ -185,8 +181,7 @@ def _check_tls(tls: TlsConfig) -> None:
 
 
 def memory_problems(loaded: Loaded) -> list[str]:
-    """Return a line if the settings let the process take more memory than it may have: the kernel would kill it before
-    its limits refuse anything."""
+    """Return a line if the settings let the process take more memory than it may have: the kernel would kill it."""
     config, limit = loaded.config, memory_limit()
     needed = config.home_memory + WORKING_MEMORY
     if needed <= limit:

@@ -2,11 +2,10 @@
 
 - A method takes no more bytes than the contract allows.
 - The decoded size of a request is found before decoding (`decoded_size`), is bounded by the size on the wire, and is
-  taken from a budget that hosts share.
-- Of requests that take much memory, each host has one at a time. The worker thread decodes them.
-- A request holds a slot of its host while it is read, a large request until it is decoded. If requests had to wait for
-  slow ones, a few slow request bodies would keep a host's renewals out until its leases are lost. So a call whose peer
-  sends nothing while others wait for a slot fails with `LimitReached` and a retry delay.
+  taken from a budget that hosts share. Of requests that take much memory, each host has one at a time.
+- A request holds a slot of its host while it is read, a large request until it is decoded. A call whose peer sends
+  nothing while others wait for a slot fails with `LimitReached` and a retry delay: otherwise a few slow request bodies
+  would keep a host's renewals out until its leases are lost.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ INTROSPECTION = "/kvferry.v1.Introspection/"
 KV_TRANSFER = "/kvferry.v1.KVTransfer/"
 
 GEOMETRIES = frozenset({KV_TRANSFER + "RegisterCache", KV_TRANSFER + "Handshake", INTROSPECTION + "PlanRead"})
-"""Calls that carry geometries: large, and worked on for seconds. They have separate request slots, so that no other
-calls wait for them."""
+"""Calls that carry geometries: large, and worked on for seconds. They have request slots of their own."""
 
 MAX_REQUEST_BYTES = {
     **dict.fromkeys(GEOMETRIES, MAX_MESSAGE_BYTES),
@@ -98,8 +96,7 @@ class Arrivals:
                 self.slots.release()
 
     def _end_slow(self) -> None:
-        """End calls that have waited too long for their requests, as many as other calls wait for slots, now and as
-        long as calls wait."""
+        """End calls that wait too long for their requests, as many as calls wait for slots, as long as they wait."""
         self._timer = None
         if not self._waiting:
             return

@@ -1,5 +1,4 @@
-"""The node server that `kvferryd`, `kvferry.serve()` and the tests run: listeners, guards, health, reflection, and the
-home with its servicers."""
+"""The node server: listeners, guards, health, reflection, and the home with its servicers."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ class NodeServer:
         self._tracing: Tracing | None = None
 
     async def start(self) -> None:
-        """Reserve the addresses and start to serve. Raises `CannotListen`, or `InvalidField` if settings contradict
-        each other, or if a TLS file or the policy cannot be used."""
+        """Start to serve. Raises `CannotListen`, or `InvalidField` for settings, a TLS file or the policy."""
         try:
             await self._start()
         except BaseException:
