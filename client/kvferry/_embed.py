@@ -1,8 +1,8 @@
 """Runs a node server inside this process: for trying kvferry, for tests, and for a node whose engine is one process.
 
-The server is the same that `kvferryd` runs, on a separate thread with its own event loop. The home of its engines ends
-with this process, which must not fork afterwards: once `grpc.aio` has run, a forked child that uses gRPC hangs or
-crashes. If your process forks workers (most engines do), fork first, or run `kvferryd` as a separate process.
+It is the server of `kvferryd`, on a thread with its own event loop. The home of its engines ends with this process,
+which must not fork afterwards: once `grpc.aio` has run, a forked child that uses gRPC hangs or crashes. If your process
+forks workers (most engines do), fork first, or run `kvferryd` as a separate process.
 """
 
 from __future__ import annotations
@@ -111,8 +111,7 @@ class EmbeddedServer(Closing):
 
     def __init__(self, server: NodeServer, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._closing: asyncio.Future[None] = loop.create_future()
-        """Cancelled by `close`."""
+        self._closing: asyncio.Future[None] = loop.create_future()  # Cancelled by `close`
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(server,), name="kvferry-server", daemon=True)
         self._thread.start()

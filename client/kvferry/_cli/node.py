@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 
 MAX_AT_ONCE = 32  # Most node servers that are asked at once
-MOST_ROWS = 200
-"""Most rows of a table of requests or transfers. To ask for a quarter of a million leases would take minutes."""
+MOST_ROWS = 200  # Of a table of requests or transfers. To ask for a quarter of a million leases would take minutes
 
 OfEngine = Annotated[str, typer.Option("--engine", metavar="ID", help="Only of this engine.")]
 OfRequest = Annotated[str, typer.Option("--request", metavar="ID", help="Only of requests of this name.")]

@@ -17,8 +17,7 @@ from kvferry.errors import Incompatible, InvalidInput, KvferryError
 if TYPE_CHECKING:
     from kvferry.geometry.model import EngineGeometry
 
-IMPOSSIBLE = 2
-"""Exit code for engines of which one cannot read the other. The same as for wrong usage: repeating does not help."""
+IMPOSSIBLE = 2  # Exit code if one engine cannot read the other. As for wrong usage: repeating does not help
 
 
 @with_connection

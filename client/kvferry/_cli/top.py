@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 LEAST_INTERVAL = 0.5  # Least seconds between two looks, because each look makes node servers list their reads
 SERVERS_AT_ONCE = 16  # How many node servers are asked at once
-PAGES = 4
-"""Most pages of a list that one look asks for, each of at most 1000 entries and 256 KiB: a look has to be cheap."""
+PAGES = 4  # Most pages of a list in one look, each of at most 1000 entries and 256 KiB: a look has to be cheap
 MOST_LISTED = 100  # Most reads, and pairs of engines, in JSON
 FRAME = 4  # Lines of a table that are not rows: title, head, rule, and the line that counts omitted rows
 PIPED_LINES = 200  # Lines of the tables where there is no terminal to fit

@@ -153,7 +153,7 @@ class Directory(Closing, ABC):
     # For readers.
 
     def start(self) -> None:
-        """Begin to follow the directory. Does not wait. Idempotent. Raises `Closed`, or `LimitReached`: no thread."""
+        """Begin to follow the directory. Does not wait. Idempotent. Raises `Closed`, or `LimitReached` by threads."""
         if self._thread is None:
             with self._changed:
                 if self._thread is None and not self._closed:
@@ -215,7 +215,7 @@ class Directory(Closing, ABC):
         raise self._written_by_others()
 
     def withdraw(self) -> None:
-        """Withdraw everything published. Waits, at most for one call. Otherwise the listings end with their ttl."""
+        """Withdraw everything published. Waits, at most for one call. If it fails, the listings end with their ttl."""
         raise self._written_by_others()
 
     def close(self) -> None:

@@ -34,12 +34,8 @@ CALL_TIMEOUT = 5.0  # Seconds for one call
 
 Answer = TypeVar("Answer", bound=Message)
 
-PACKAGE = "/etcdserverpb."
-"""Prefix of etcd's methods; the package of the messages has another name here (third_party/etcd)."""
-
-WITH_LEADER = ("hasleader", "true")
-"""Makes etcd end a watch on a member that a partition has cut off from the other members."""
-
+PACKAGE = "/etcdserverpb."  # Of etcd's methods; that of the messages has another name here (third_party/etcd)
+WITH_LEADER = ("hasleader", "true")  # Makes etcd end a watch on a member that a partition has cut off from the others
 TOKEN_REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT)
 """etcd's answers to a token that it no longer knows, and to a token from before a change of users."""
 

@@ -16,8 +16,6 @@ from typing import NamedTuple
 from kvferry._doctor import peer, same_host, system, ucx
 from kvferry._doctor.check import Finding, Host, ended, finding, python
 
-_LINES = 5
-
 
 class Check(NamedTuple):
     """A check, by its name in docs/doctor.md; `look` returns at least one finding. It may run in a separate process for
@@ -86,7 +84,7 @@ def run_alone(check: str, host: Host, seconds: float) -> list[Finding]:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             written.seek(0)
-            last = " / ".join(written.read().decode(errors="replace").split("\n")[-_LINES:]).strip(" /")
+            last = " / ".join(written.read().decode(errors="replace").split("\n")[-5:]).strip(" /")
         wrote = f"; it wrote last: {last}" if last else ""
         if hung:
             return [finding("check-hung", f"the check `{check}` took longer than {seconds:g} s{wrote}")]

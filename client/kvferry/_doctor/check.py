@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-FINDINGS = Path(__file__).with_name("findings.md")
-"""The texts of the findings, in one table for each check."""
+FINDINGS = Path(__file__).with_name("findings.md")  # The texts of the findings, in one table for each check
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +43,7 @@ def finding(name: str, found: str, do: str = "") -> Finding:
 class Host:
     """The files of the system, the environment, and the options of the command."""
 
-    root: Path = Path("/")
-    """The folder with ``proc``, ``sys`` and ``dev``; another one in tests, for hardware that is not there."""
+    root: Path = Path("/")  # The folder with proc, sys and dev; in tests another, for hardware that is not there
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     pid: int | None = None  # A process of this host to check, such as an engine
     peer: str = ""  # Address of a node server to check; empty: none

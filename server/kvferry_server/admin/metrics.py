@@ -1,5 +1,5 @@
-"""The metrics of a node server: `METRICS` has all, for the exposition and docs/monitoring.md. Counts of events are fields
-of the home's `Journal`, of `CallCounts` or of `NodeState`; other values are computed at a scrape.
+"""The metrics of a node server, all in `METRICS`: the exposition and docs/monitoring.md are made from it. Counts of
+events are fields of the home's `Journal`, of `CallCounts` or of `NodeState`; other values are computed at a scrape.
 
 This code fixes the values of labels. Only the signals for autoscalers have engine_ids, of which a home has at most
 `Limits.engines`; an engine that starts anew keeps its series.

@@ -45,8 +45,7 @@ MAX_HEADERS = 64
 SHARE = 0.1
 """Fraction of the event loop's time that metrics may take, and as much again for pages and lists, however many are
 requested: after each comes a pause, in which the next ones wait."""
-METRICS_KEPT = 0.5
-"""How long the same metrics are answered again: clients that scrape without pause keep no others waiting."""
+METRICS_KEPT = 0.5  # How long the same metrics are answered again: clients that scrape without pause delay no others
 
 HTML = "text/html; charset=utf-8"
 TEXT = "text/plain; charset=utf-8"

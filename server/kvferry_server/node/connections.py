@@ -1,8 +1,7 @@
 """The limits of connections and file descriptors, and which connections are closed when they run out.
 
-gRPC closes every connection beyond its limit, and asks no Python code before it accepts one. So one host that opens
-connections without end would keep all other hosts out. `ConnectionLimiter` looks at the process's sockets instead: when
-the limit is nearly reached, it closes the newest connections of the host that has the most.
+gRPC closes every connection beyond its limit, and asks no Python code before it accepts one: one host could keep all
+others out. So `ConnectionLimiter` looks at the process's sockets, and closes the newest of the host that has the most.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The memory that a request will take once decoded, found by a walk over its encoded bytes.
-
-An empty message in a list takes two bytes on the wire and hundreds in memory, so the size of a request says little. The
-walk follows the message's descriptor: it skips strings and bytes whole, and enters only messages.
-"""
+"""The memory that a request will take once decoded, found by a walk over its encoded bytes: an empty message in a list
+takes two bytes on the wire and hundreds in memory. The walk follows the message's descriptor: it skips strings and
+bytes whole, and enters only messages."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ STRING_BYTES = 16  # Of a string or bytes without the content
 ALIGNED_BYTES = 8  # Of the shortest content of a string, and of any number or reference to a message
 UNKNOWN_BYTES = 24  # Of a field that the message's descriptor does not have
 WALK_STEPS = 1024  # Fields between two pauses of the walk: half a millisecond
-
-LONG_LIST = 4096
-"""Bytes from which numpy counts the numbers of a list. For a short list numpy takes longer than Python."""
+LONG_LIST = 4096  # Bytes from which numpy counts the numbers of a list. For a short list numpy takes longer than Python
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _WIDTHS = {_FIXED64: 8, _FIXED32: 4}

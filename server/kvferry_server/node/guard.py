@@ -44,8 +44,7 @@ never waits, and operators' tools (`buf curl`, `grpcurl`) send no deadline."""
 
 UNKNOWN_METHOD = "the called method"  # Stands for the path of a call to an unknown method, which is never decoded
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Work: TypeAlias = Callable[[Context, str], Awaitable[Any]]
-"""What a call does, given its context and the caller's host."""
+Work: TypeAlias = Callable[[Context, str], Awaitable[Any]]  # What a call does, given its context and the caller's host
 
 PAGED_ANSWERS = frozenset({KV_TRANSFER + "Handshake"})
 """Streams that carry one answer in several messages. Their requests may be as large as those of unary calls."""

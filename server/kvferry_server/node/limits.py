@@ -11,9 +11,7 @@ LARGE_MESSAGE = 256 * 1024  # From this size a request or an answer counts as la
 COUNTED_REQUEST = 16 * 1024  # From this size a decoded request is counted against the budget
 HEAVY_REQUEST = 1 << 20  # From this size a decoded request waits for its host's turn, and the worker decodes it
 
-MAX_SMALL_REQUEST = 64 * 1024
-"""A request of any method that `requests.MAX_REQUEST_BYTES` does not name. A stream may keep its request."""
-
+MAX_SMALL_REQUEST = 64 * 1024  # Of a method that `requests.MAX_REQUEST_BYTES` does not name. A stream may keep it
 MAX_STREAMED_REQUEST = 1024  # Each request of a stream of them: reflection, whose requests are names
 
 DECODED_FACTOR = 12
@@ -43,23 +41,14 @@ WORKING_MEMORY = 384 << 20
 REQUEST_TIMEOUT = 10.0  # How long a request may take to arrive
 RETRY_AFTER = 0.25  # Retry delay of a call that a limit refused
 
-SLOW_PEER_TIMEOUT = 0.25
-"""How long a call may wait for its peer, to send or to take, while other calls of its host wait to be read."""
-
-ANSWER_TIMEOUT = 10.0
-"""How long an answer, a page of one, or a status may wait to be taken, before the client loses its connection."""
-
+SLOW_PEER_TIMEOUT = 0.25  # How long a call may wait for its peer while other calls of its host wait to be read
+ANSWER_TIMEOUT = 10.0  # How long an answer, its page or a status may wait, before the client loses its connection
 DRAIN_STREAMS = 0.5  # How long streams get to end after a drain has asked them to, before the server ends them
 LEASE_POLL = 0.05  # Between two checks whether leases are still live, during a drain
-
-STOP_MARGIN = 10.0
-"""How long a drained server may take to end its connections, home and threads, before its service manager kills it."""
-
+STOP_MARGIN = 10.0  # How long a drained server may take to end all it has, before its service manager kills it
 CONNECTION_POLL = 0.5  # Between two checks of the number of connections
 SWITCH_INTERVAL = 0.0005  # How long a thread may keep the interpreter while another thread waits for it
 CERTIFICATE_POLL = 2.0  # Between two looks at whether the TLS files have changed
 LISTING_POLL = 0.25  # Between two looks at which engines the directory should list
 TRIM_POLL = 5.0  # Between two looks at whether there is freed memory to give back to the system
-
-WITHDRAW_PATIENCE = 3.0
-"""How long a stopping server waits for its listings to be withdrawn. Otherwise they end with their ttl."""
+WITHDRAW_PATIENCE = 3.0  # How long a stopping server waits to withdraw its listings. Otherwise their ttl ends them

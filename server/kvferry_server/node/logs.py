@@ -25,7 +25,6 @@ CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if 
 CONTROL |= {0x2028: "\\u2028", 0x2029: "\\u2029"}
 """Escapes of characters that begin a new line or control a terminal. Names in messages come from strangers."""
 
-TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 MOST_LINE = 2048  # Bytes of a line that are logged; longer lines are cut
 CLOSE_TIMEOUT = 2.0  # Seconds that `close` waits until the last lines are in the log
 
@@ -51,8 +50,16 @@ ALL_REASONS = ("no_certificate", "untrusted", "expired", "not_tls", "version", "
 
 def set_up_logging(level: str, form: str) -> None:
     """Log to stderr, from a level on; `form` is ``text`` or ``json``."""
+    formatter: logging.Formatter = TextLines("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if form == "json":
+        # Imported here, because only this format needs the package.
+        from pythonjsonlogger.json import JsonFormatter
+
+        names = {"asctime": "time", "levelname": "level", "name": "logger"}
+        text = "%(asctime)s %(levelname)s %(name)s %(message)s"
+        formatter = JsonFormatter(text, rename_fields=names, datefmt="%Y-%m-%dT%H:%M:%S%z")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_json_lines() if form == "json" else TextLines(TEXT))
+    handler.setFormatter(formatter)
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(True)
     # gRPC logs its polling at lower levels, once per call.
@@ -66,17 +73,6 @@ class TextLines(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         # No name in the line may end it early.
         return super().formatMessage(record).translate(CONTROL)
-
-
-def _json_lines() -> logging.Formatter:
-    # Imported here, because only this format needs the package.
-    from pythonjsonlogger.json import JsonFormatter
-
-    return JsonFormatter(
-        "%(asctime)s %(levelname)s %(name)s %(message)s",
-        rename_fields={"asctime": "time", "levelname": "level", "name": "logger"},
-        datefmt="%Y-%m-%dT%H:%M:%S%z",
-    )
 
 
 class NativeLog:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 # Imported for its descriptors: with them tools decode the details of errors.
 from google.rpc import error_details_pb2  # noqa: F401
@@ -45,6 +45,8 @@ from kvferry_server.servicers.relay import Relays
 from kvferry_server.servicers.worker import Worker
 
 if TYPE_CHECKING:
+    import grpc
+
     from kvferry_server.admin.service import AdminService
 
 logger = logging.getLogger(__name__)
@@ -142,7 +144,8 @@ class NodeServer:
         """Wait until the server cannot go on because of a bug, then raise `InternalError`: the home's timers have
         stopped, so that nothing would be released, or a gRPC server has ended."""
         servers = [listener.failed for listener in self._listeners]
-        await asyncio.wait([self._driver, *servers], return_when=asyncio.FIRST_COMPLETED)
+        running: list[asyncio.Future[Any]] = [self._driver, *servers]
+        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         if self._driver.done():
             cause = None if self._driver.cancelled() else self._driver.exception()
             raise InternalError("the home has stopped") from cause
@@ -262,10 +265,11 @@ class NodeServer:
         traced = untraced if self._tracing is None else self._tracing.traced
         guard = Guard(config.max_calls, config.max_streams, access, requests, state.calls, traced)
         self._guards.append(guard)
-        add_servicers(listener, self.home, relays, self._worker, names, drain=self.drain, call_limits=limits)
-        add_HealthServicer_to_server(self._health, listener)
-        reflection: Any = reflection_pb2_grpc
-        reflection.add_ServerReflectionServicer_to_server(reflection_aio.ReflectionServicer(OFFERED), listener)
+        # The stubs do not know that a listener is grpc's server, nor the type of the reflection's module.
+        server, reflection = cast("grpc.aio.Server", listener), cast("Any", reflection_pb2_grpc)
+        add_servicers(server, self.home, relays, self._worker, names, drain=self.drain, call_limits=limits)
+        add_HealthServicer_to_server(self._health, server)
+        reflection.add_ServerReflectionServicer_to_server(reflection_aio.ReflectionServicer(OFFERED), server)
         listener.offer(guard)
         await listener.start()
         state.listeners.append(ShownListener(listener.address, guard.budgets, limits["max_connections"]))

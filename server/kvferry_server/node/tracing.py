@@ -20,8 +20,7 @@ from kvferry.errors import InvalidField
 from kvferry_server.servicers.callers import Context, traceparent_of
 
 Behaviour: TypeAlias = Callable[[Any, Any], Any]
-Traced: TypeAlias = Callable[[str, Behaviour], Behaviour]
-"""Wraps the handler of a method, given its path."""
+Traced: TypeAlias = Callable[[str, Behaviour], Behaviour]  # Wraps the handler of a method, given its path
 
 CLOSE_TIMEOUT = 2.0  # Seconds for sending the last spans when the server stops
 
