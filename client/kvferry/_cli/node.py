@@ -210,7 +210,7 @@ def transfers(engine_id: OfEngine = "", request_id: OfRequest = "", reader: OfRe
     _list(node, "transfers", transfer_row, none, engine_id=engine_id, request_id=request_id, reader_engine_id=reader)
 
 
-def _list(node: Node, kind: str, row: Callable[[Any], Row], none: str, **asked: str) -> None:
+def _list(node: Node, kind: str, row: Callable[[Any], Row], none: str, **asked: Any) -> None:
     """Show a list: whole as JSON, and for people as much as they read."""
     found = node.listing(kind, rows=math.inf if node.as_json else MOST_ROWS, **asked)
     if node.as_json:
