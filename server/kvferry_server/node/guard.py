@@ -76,8 +76,8 @@ class Guard:
         self.streams = Budget(streams, 1)
         self.answers = Budget(MAX_PENDING_ANSWERS, 0)
         self.requests = requests
-        budgets = self.calls, self.streams, self.answers, requests.memory
-        self.budgets = dict(zip(("calls", "streams", "answers", "requests"), budgets, strict=True))
+        self.budgets = {"calls": self.calls, "streams": self.streams, "answers": self.answers}
+        self.budgets["requests"] = requests.memory
         self._access = access
         self._counts = counts or CallCounts()
         self._traced = traced
