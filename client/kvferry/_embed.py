@@ -1,8 +1,8 @@
 """Runs a node server inside this process: for trying kvferry, for tests, and for a node whose engine is one process.
 
-The server is the same that `kvferryd` runs, on a separate thread with its own event loop. The home of its engines ends
-with this process, which must not fork afterwards: once `grpc.aio` has run, a forked child that uses gRPC hangs or
-crashes. If your process forks workers (most engines do), fork first, or run `kvferryd` as a separate process.
+It is the server of `kvferryd`, on a thread with its own event loop. The home of its engines ends with this process,
+which must not fork afterwards: once `grpc.aio` has run, a forked child that uses gRPC hangs or crashes. If your process
+forks workers (most engines do), fork first, or run `kvferryd` as a separate process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ else:
     from typing_extensions import Unpack
 
 if TYPE_CHECKING:
-    from kvferry_server.node.config import NodeConfig
     from kvferry_server.node.server import NodeServer
 
 logger = Log(__name__)
@@ -98,7 +97,7 @@ def serve(listen: str = "127.0.0.1:0", *, unix: str = "", **settings: Unpack[Ser
     # Programs start several servers, and have their own metrics, so these must be requested.
     settings.setdefault("admin", "")
     config = configure(listen=listen, unix=unix, **settings)
-    return EmbeddedServer(NodeServer, uvloop.new_event_loop(), config)
+    return EmbeddedServer(NodeServer(config), uvloop.new_event_loop())
 
 
 class EmbeddedServer(Closing):
@@ -110,17 +109,14 @@ class EmbeddedServer(Closing):
         advertise: the address that goes into references.
     """
 
-    def __init__(self, server_type: type[NodeServer], loop: asyncio.AbstractEventLoop, config: NodeConfig) -> None:
+    def __init__(self, server: NodeServer, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._closing: asyncio.Future[None] = loop.create_future()
-        """Cancelled by `close`."""
-        self._started: Future[NodeServer] = Future()
-        self._thread = threading.Thread(
-            target=self._run, args=(server_type, config), name="kvferry-server", daemon=True
-        )
+        self._closing: asyncio.Future[None] = loop.create_future()  # Cancelled by `close`
+        self._started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(server,), name="kvferry-server", daemon=True)
         self._thread.start()
         try:
-            server = self._started.result()
+            self._started.result()
         except BaseException:
             # Interrupted, or not started; then the loop may be closed.
             with contextlib.suppress(RuntimeError):
@@ -144,9 +140,9 @@ class EmbeddedServer(Closing):
         if self._thread.is_alive():
             raise KvferryError(f"the node server did not stop within {timeout:g} s", timeout=timeout)
 
-    def _run(self, server_type: type[NodeServer], config: NodeConfig) -> None:
+    def _run(self, server: NodeServer) -> None:
         try:
-            self._loop.run_until_complete(self._serve(server_type, config))
+            self._loop.run_until_complete(self._serve(server))
         except BaseException as error:
             if self._started.done():
                 logger.critical("the embedded node server ended", exc_info=error)
@@ -155,10 +151,9 @@ class EmbeddedServer(Closing):
         finally:
             self._loop.close()
 
-    async def _serve(self, server_type: type[NodeServer], config: NodeConfig) -> None:
-        server = server_type(config)
+    async def _serve(self, server: NodeServer) -> None:
         await server.start()
-        self._started.set_result(server)
+        self._started.set_result(None)
         failed = asyncio.ensure_future(server.failed())
         await asyncio.wait([self._closing, failed], return_when=asyncio.FIRST_COMPLETED)
         if failed.done():

@@ -1,5 +1,4 @@
-"""Loggers whose handlers and filters may raise anything: they are the application's, and are called in the middle of
-what must not end there, such as the end of a read."""
+"""Loggers whose handlers and filters, the application's, may raise anything where kvferry must go on."""
 
 from __future__ import annotations
 
@@ -9,10 +8,8 @@ from typing import Any
 
 
 class Log(logging.LoggerAdapter):  # type: ignore[type-arg]  # Python 3.10 has no `LoggerAdapter[...]`.
-    """Logs under a name. Whatever a handler or a filter raises is dropped, since there is nowhere to log it.
-
-    On the main thread `KeyboardInterrupt` and `SystemExit` are raised, as by `kvferry._threads.guarded`.
-    """
+    """Logs under a name. Whatever a handler or a filter raises is dropped, since there is nowhere to log it, but on the
+    main thread `KeyboardInterrupt` and `SystemExit` are raised, as by `kvferry._threads.guarded`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(logging.getLogger(name), None)

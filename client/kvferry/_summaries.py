@@ -2,10 +2,8 @@
 command line and the node server's page show the same.
 
 A row has the cells by the titles of their columns; a title that starts with ``>`` is of a column aligned to the right.
-
-JSON is the protobuf JSON mapping of the response, with the names of the .proto files (snake_case), fields of
-value zero included: enums are their names, 64-bit integers are strings, durations are like ``"1.5s"``. Bytes are
-hexadecimal digits, not base64: all are ids, which tables, errors, logs and agents' names write so.
+JSON is the protobuf JSON mapping of the response, with the names of the .proto files (snake_case), fields of value zero
+included. Bytes are hexadecimal digits, not base64: all are ids, which tables, errors, logs and agents' names write so.
 """
 
 from __future__ import annotations
@@ -85,8 +83,7 @@ def engine_state(summary: ipb.EngineSummary) -> str:
 
 
 def read_state(transfer: ipb.TransferSummary) -> str:
-    """Return the state of a read, with the number of parts that its reader may have moved if it waits for more, and
-    with the failures that its ranks report."""
+    """Return the state of a read, with the parts that its reader may have moved so far, and its ranks' failures."""
     from kvferry._wire.status import failures_of
 
     state = enum_name(transfer.read)

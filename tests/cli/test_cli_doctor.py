@@ -12,7 +12,7 @@ import pytest
 from kvferry._doctor import catalogue
 from kvferry._doctor.catalogue import Check
 from kvferry._doctor.peer import check as check_peer
-from kvferry._doctor.software import environment
+from kvferry._doctor.system import environment
 from tests.support.command_line import run_kvferry
 
 QUICK = (Check("environment", environment), Check("peer", check_peer))

@@ -14,8 +14,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import tomllib
 
-from kvferry_server.node.loading import load
-from kvferry_server.node.policy_file import read_policy
+from kvferry_server.node.loading import load, read_policy
 from kvferry_server.servicers.access import Need, PolicyRole
 from tests.support.node_servers import environment, free_port
 from tests.support.repository import ROOT

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry._doctor import software, system
+from kvferry._doctor import system
 from kvferry._doctor.check import Host
 from tests.doctor.looking import names, write
 
@@ -76,7 +76,7 @@ def test_gpu(tmp_path: Path) -> None:
 def test_environment_variables_that_harm_are_found(
     tmp_path: Path, env: dict[str, str], trees: list[dict[str, str]], finding: str
 ) -> None:
-    found = software.environment(seen(tmp_path, *trees, **env))
+    found = system.environment(seen(tmp_path, *trees, **env))
     assert names(found) == {finding}
     if finding != "environment-clear":
         assert all(value in found[0].found for value in env.values())

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry._doctor.catalogue import CHECKS
 from kvferry._doctor.check import FINDINGS, table
-from kvferry._doctor.software import RANGES
+from kvferry._doctor.system import RANGES
 from tests.support.repository import ROOT
 
 TABLE = FINDINGS.read_text()

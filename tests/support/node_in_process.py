@@ -172,7 +172,8 @@ async def running(directory: Path, limits: Limits | None = None, *, new: bool = 
     worker, relays = Worker(), Relays(ADVERTISE, None, anywhere=False)
     guard = Guard(1024, 8192, TRUSTED, Requests(worker, home.time_slices))
     server = Server(SERVER_OPTIONS)
-    server.offer(guard, lambda server: add_servicers(server, home, relays, worker))
+    add_servicers(server, home, relays, worker)
+    server.offer(guard)
     address = f"unix:{directory / 's'}"
     server.add_insecure_port(address)
     await server.start()

@@ -19,7 +19,7 @@ from kvferry import Blocks, Directory, EngineSpec, Group, IntegrityOptions, List
 from kvferry._control.publication_sender import PublicationSender
 from kvferry._control.renewals import Renewals
 from kvferry._control.watcher import Watcher
-from kvferry._directory.file import FileDirectory
+from kvferry._directory.opening import FileDirectory
 from kvferry._threads import guarded
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.errors import TransferCancelled, TransferFailed

@@ -38,8 +38,7 @@ for _command in (
 
 
 def main() -> None:
-    # gRPC reads the variable when first used. Its library would log a failed handshake, which the command explains
-    # itself.
+    # gRPC reads the variable when first used. It would log a failed handshake, which the command explains itself.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
     try:

@@ -1,5 +1,4 @@
-"""Commands for operators, `kvferry drain`, `end-lease`, `abort` and `evict`, which ask before they act, unless given
-``--yes``; and `kvferry decline`, as a router does."""
+"""`kvferry drain`, `end-lease`, `abort`, `evict`, which ask before they act; and `decline`, as a router does."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvferry.geometry.model import EngineGeometry
     from kvferry.v1 import introspection_pb2
 
-DEFAULT_SERVER = "unix:/run/kvferry/node.sock"
+LOCAL = "unix:/run/kvferry/node.sock"  # The node server of this host
 PAGE_SIZE = 1000
 
 Response = TypeVar("Response")
@@ -33,12 +33,19 @@ Response = TypeVar("Response")
 Server = Annotated[
     str, typer.Option(envvar="KVFERRY_SERVER", metavar="ADDRESS", help="Node server to ask: unix:/path or host:port.")
 ]
+Servers = Annotated[
+    list[str],
+    typer.Option(
+        "--server",
+        envvar="KVFERRY_SERVER",
+        metavar="ADDRESS",
+        help="Node server to ask: unix:/path or host:port. May be given several times.",
+    ),
+]
 Directory = Annotated[
     str,
     typer.Option(
-        envvar="KVFERRY_DIRECTORY",
-        metavar="URL",
-        help="Directory of the fleet: etcd://HOST:PORT or file:/PATH.",
+        envvar="KVFERRY_DIRECTORY", metavar="URL", help="Directory of the fleet: etcd://HOST:PORT or file:/PATH."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: the fields of the protos, complete and stable.")]
@@ -62,7 +69,7 @@ class Connection:
     ] = None
 
     @contextmanager
-    def node(self, server: Server = DEFAULT_SERVER, as_json: AsJson = False) -> Iterator[Node]:
+    def node(self, server: Server = LOCAL, as_json: AsJson = False) -> Iterator[Node]:
         """Make a channel to a node server. Raises `typer.BadParameter` if an address or file cannot be used."""
         from kvferry._wire.channel import TlsConfig, connect
 
@@ -75,14 +82,23 @@ class Connection:
         with channel:
             yield Node(server, channel, tls, self.timeout, as_json)
 
+    def look_up(self, url: str, ask: Callable[[_Directory], Response]) -> Response:
+        """Ask a directory. Raises `typer.BadParameter` if its URL cannot be used, or `DirectoryUnavailable`."""
+        from kvferry._directory.opening import open_directory
+
+        try:
+            directory = open_directory(url)
+        except InvalidInput as error:
+            raise typer.BadParameter(str(error)) from None
+        with directory:
+            directory.wait(self.timeout)
+            return ask(directory)
+
 
 def with_connection(command: Callable[..., None]) -> Callable[..., None]:
     """Replace a command's last parameter, ``connection`` or ``node``, by the fields of `Connection` as options; for
-    ``node``, which is one node server, the parameters of `Connection.node` are options, too.
-
-    Needed because typer makes options of parameters, but not of the fields of dataclasses.
-    """
-
+    ``node``, which is one node server, the parameters of `Connection.node` are options, too. typer itself makes no
+    options of the fields of a dataclass."""
     *own, last = inspect.signature(command, eval_str=True).parameters.values()
     of_connection = list(inspect.signature(Connection, eval_str=True).parameters.values())
     _, *of_node = inspect.signature(Connection.node, eval_str=True).parameters.values()
@@ -100,20 +116,6 @@ def with_connection(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
-
-
-def look_up(url: str, timeout: float, ask: Callable[[_Directory], Response]) -> Response:
-    """Wait until a directory has answered, and ask it. Raises `typer.BadParameter` if the URL cannot be used, or
-    `DirectoryUnavailable` if the directory does not answer within `timeout` seconds."""
-    from kvferry._directory.opening import open_directory
-
-    try:
-        directory = open_directory(url)
-    except InvalidInput as error:
-        raise typer.BadParameter(str(error)) from None
-    with directory:
-        directory.wait(timeout)
-        return ask(directory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,10 @@ class Node:
     def info(self) -> introspection_pb2.GetServerInfoResponse:
         return self._asked("GetServerInfo")  # type: ignore[no-any-return]
 
+    def summary(self, engine_id: str) -> introspection_pb2.EngineSummary:
+        """Return an engine without its ranks."""
+        return self._asked("GetEngine", engine_id=engine_id, page_size=1).summary  # type: ignore[no-any-return]
+
     def engine(self, engine_id: str) -> introspection_pb2.GetEngineResponse:
         """Return an engine with all its ranks."""
         return self._asked("GetEngine", lambda page: page.geometry.ranks, engine_id=engine_id)  # type: ignore[no-any-return]
@@ -164,17 +170,10 @@ class Node:
         missing, count = list(answer.summary.missing_ranks), answer.summary.num_missing
         if count:
             more = f" and {count - len(missing)} more" if count > len(missing) else ""
-            raise EngineIncomplete(
-                f"engine {engine_id!r}: ranks {missing}{more} have not registered",
-                engine_id=engine_id,
-                missing_ranks=",".join(map(str, missing)),
-                missing=count,
-            )
+            message = f"engine {engine_id!r}: ranks {missing}{more} have not registered"
+            named = ",".join(map(str, missing))
+            raise EngineIncomplete(message, engine_id=engine_id, missing_ranks=named, missing=count)
         return engine_from_proto(answer.geometry)
-
-    def summary(self, engine_id: str) -> introspection_pb2.EngineSummary:
-        """Return an engine without its ranks."""
-        return self._asked("GetEngine", engine_id=engine_id, page_size=1).summary  # type: ignore[no-any-return]
 
     def listing(self, kind: str, most: float = math.inf, rows: float = math.inf, **asked: str) -> Any:
         """Return at most `most` pages of a list as one response, and none after the first `rows` entries or somewhat

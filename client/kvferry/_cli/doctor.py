@@ -22,9 +22,8 @@ WIDTH = 120  # Most columns
 @with_connection
 def doctor(
     peer: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Also look at a node server: unix:/path or host:port."),
-    ] = None,
+        str, typer.Option(metavar="ADDRESS", help="Also look at a node server: unix:/path or host:port.")
+    ] = "",
     pid: Annotated[
         int | None,
         typer.Option(
@@ -49,7 +48,7 @@ def doctor(
     from kvferry._doctor.check import Host
 
     tls = {"ca": connection.tls_ca, "cert": connection.tls_cert, "key": connection.tls_key}
-    host = Host(pid=pid, peer=peer or "", tls=tls if any(tls.values()) else {}, timeout=connection.timeout)
+    host = Host(pid=pid, peer=peer, tls=tls if any(tls.values()) else {}, timeout=connection.timeout)
     found = []
     counts = dict.fromkeys(("problem", "warning", "unknown", "ok"), 0)
     for check, findings in examine(host):

@@ -1,28 +1,18 @@
-"""Commands that show what node servers know: `kvferry info`, `health`, `engines` (of a whole fleet, too), `engine`,
-`requests` and `transfers`."""
+"""Commands that show what node servers know: `kvferry info`, `health`, `engines`, `engine`, `requests`, `transfers`."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvferry._cli.connection import (
-    DEFAULT_SERVER,
-    AsJson,
-    Connection,
-    Directory,
-    Node,
-    Server,
-    look_up,
-    with_connection,
-)
+from kvferry._cli.connection import LOCAL, AsJson, Connection, Directory, Node, Server, Servers, with_connection
 from kvferry._cli.render import complete, console, facts, listing, print_json, recovering, safe, sentences, table
 from kvferry._summaries import Row, engine_row, enum_name, lasting, request_row, transfer_row
 from kvferry.errors import KvferryError
@@ -31,14 +21,9 @@ if TYPE_CHECKING:
     from kvferry.v1 import geometry_pb2
     from kvferry.v1 import introspection_pb2 as ipb
 
-    Answers: TypeAlias = list[tuple[str, ipb.ListEnginesResponse]]
-    Failures: TypeAlias = list[tuple[str, KvferryError]]
-    Listed: TypeAlias = ipb.ListRequestsResponse | ipb.ListTransfersResponse
 
 MAX_AT_ONCE = 32  # Most node servers that are asked at once
-MOST_ROWS = 200
-"""Most rows of a table of requests or transfers. A home may have a quarter of a million leases: to ask for them all and
-to draw them would take minutes."""
+MOST_ROWS = 200  # Of a table of requests or transfers. To ask for a quarter of a million leases would take minutes
 
 OfEngine = Annotated[str, typer.Option("--engine", metavar="ID", help="Only of this engine.")]
 OfRequest = Annotated[str, typer.Option("--request", metavar="ID", help="Only of requests of this name.")]
@@ -76,7 +61,7 @@ def health(
     service: Annotated[
         str, typer.Option(metavar="NAME", help="Full name of a service. Empty: the node server itself.")
     ] = "",
-    server: Server = DEFAULT_SERVER,
+    server: Server = LOCAL,
     *,
     connection: Connection,
 ) -> None:
@@ -100,15 +85,7 @@ def health(
 
 @with_connection
 def engines(
-    servers: Annotated[
-        list[str],
-        typer.Option(
-            "--server",
-            envvar="KVFERRY_SERVER",
-            metavar="ADDRESS",
-            help="Node server to ask: unix:/path or host:port. May be given several times.",
-        ),
-    ] = [DEFAULT_SERVER],  # noqa: B006  typer copies it, and shows it in the help
+    servers: Servers = [LOCAL],  # noqa: B006  typer copies it, and shows it in the help
     every: Annotated[bool, typer.Option("--all", help="Ask all homes that the directory lists.")] = False,
     directory: Directory = "",
     as_json: AsJson = False,
@@ -119,7 +96,7 @@ def engines(
     if every and not directory:
         raise typer.BadParameter("--all needs a directory: name it with --directory or KVFERRY_DIRECTORY")
     if every:
-        servers = sorted(look_up(directory, connection.timeout, lambda listed: listed.listed()).homes)
+        servers = sorted(connection.look_up(directory, lambda listed: listed.listed()).homes)
     servers = list(dict.fromkeys(servers))
     with ThreadPoolExecutor(MAX_AT_ONCE, "kvferry-fleet") as pool:
         found = list(zip(servers, pool.map(partial(_ask, connection), servers), strict=True))
@@ -130,7 +107,8 @@ def engines(
     if single and failed:
         raise failed[0][1]
     if as_json:
-        print_json(answered[0][1]) if single else print(json.dumps({"homes": _homes(answered, failed)}, indent=2))
+        homes = [_home(*each) for each in found]
+        print_json(answered[0][1]) if single else print(json.dumps({"homes": homes}, indent=2))
     elif any(response.engines for _, response in answered):
         console().print(listing(_rows(answered, with_home=not single)))
     else:
@@ -156,15 +134,14 @@ def _ask(connection: Connection, server: str) -> ipb.ListEnginesResponse | Kvfer
         return error
 
 
-def _homes(answered: Answers, failed: Failures) -> list[dict[str, Any]]:
-    homes = [{"server": server, "response": complete(response)} for server, response in answered]
-    return homes + [
-        {"server": server, "error": {"name": type(error).__name__, "reason": error.reason, "message": error.message}}
-        for server, error in failed
-    ]
+def _home(server: str, answer: ipb.ListEnginesResponse | KvferryError) -> dict[str, Any]:
+    if isinstance(answer, KvferryError):
+        error = {"name": type(answer).__name__, "reason": answer.reason, "message": answer.message}
+        return {"server": server, "error": error}
+    return {"server": server, "response": complete(answer)}
 
 
-def _rows(answered: Answers, *, with_home: bool) -> list[Row]:
+def _rows(answered: list[tuple[str, ipb.ListEnginesResponse]], *, with_home: bool) -> list[Row]:
     listed = [(summary, server) for server, response in answered for summary in response.engines]
     listed.sort(key=lambda each: (each[0].engine.engine_id, each[1]))
     if not with_home:
@@ -175,15 +152,15 @@ def _rows(answered: Answers, *, with_home: bool) -> list[Row]:
 @with_connection
 def engine(
     engine_id: Annotated[str, typer.Argument(metavar="ID", help="engine_id, as `kvferry engines` lists it.")],
-    server: Server = DEFAULT_SERVER,
+    server: Server = LOCAL,
     directory: Directory = "",
     as_json: AsJson = False,
     *,
     connection: Connection,
 ) -> None:
     """Show one engine: identity, groups, and what each rank holds. With a directory, at the home that it lists."""
-    if directory and server == DEFAULT_SERVER:
-        server = look_up(directory, connection.timeout, lambda listed: listed.resolve(engine_id)).home
+    if directory and server == LOCAL:
+        server = connection.look_up(directory, lambda listed: listed.resolve(engine_id)).home
     with connection.node(server) as node:
         response = node.engine(engine_id)
     if as_json:
@@ -222,28 +199,24 @@ def _rank(rank: geometry_pb2.RankGeometry) -> tuple[object, ...]:
 def requests(engine_id: OfEngine = "", request_id: OfRequest = "", reader: OfReader = "", *, node: Node) -> None:
     """List the published requests that are not released yet."""
     which = "Nothing that was asked for" if engine_id or request_id or reader else "No request"
-    found = _listed(node, "requests", engine_id, request_id, reader)
-    _show(node, found, [request_row(each) for each in found.requests], f"{which} is published at {node.server}.")
+    none = f"{which} is published at {node.server}."
+    _list(node, "requests", request_row, none, engine_id=engine_id, request_id=request_id, reader_engine_id=reader)
 
 
 @with_connection
 def transfers(engine_id: OfEngine = "", request_id: OfRequest = "", reader: OfReader = "", *, node: Node) -> None:
     """List reads from a node server's engines, and their leases."""
-    found = _listed(node, "transfers", engine_id, request_id, reader)
     none = f"Nothing is read from the engines of {node.server}."
-    _show(node, found, [transfer_row(each) for each in found.transfers], none)
+    _list(node, "transfers", transfer_row, none, engine_id=engine_id, request_id=request_id, reader_engine_id=reader)
 
 
-def _listed(node: Node, kind: str, engine_id: str, request_id: str, reader: str) -> Any:
-    """Return a list: whole as JSON, and for people as much as they read."""
-    most = math.inf if node.as_json else MOST_ROWS
-    return node.listing(kind, rows=most, engine_id=engine_id, request_id=request_id, reader_engine_id=reader)
-
-
-def _show(node: Node, found: Listed, rows: Sequence[Row], none: str) -> None:
+def _list(node: Node, kind: str, row: Callable[[Any], Row], none: str, **asked: Any) -> None:
+    """Show a list: whole as JSON, and for people as much as they read."""
+    found = node.listing(kind, rows=math.inf if node.as_json else MOST_ROWS, **asked)
     if node.as_json:
         print_json(found)
         return
+    rows = [row(each) for each in getattr(found, kind)]
     console().print(listing(rows[:MOST_ROWS]) if rows else safe(none), markup=False)
     if found.next_page_token or len(rows) > MOST_ROWS:
         more = "There are more: --engine, --request and --reader choose some of them, and --json lists all."

@@ -16,10 +16,8 @@ from kvferry.errors import Incompatible, InvalidInput, KvferryError
 
 if TYPE_CHECKING:
     from kvferry.geometry.model import EngineGeometry
-    from kvferry.planner.plan import ReadPlan
 
-IMPOSSIBLE = 2
-"""Exit code for engines of which one cannot read the other. The same as for wrong usage: repeating does not help."""
+IMPOSSIBLE = 2  # Exit code if one engine cannot read the other. As for wrong usage: repeating does not help
 
 
 @with_connection
@@ -47,10 +45,19 @@ def plan(
     ID@ADDRESS of its home. The plan has the bytes and descriptors of each read, and its path: direct, into the blocks;
     or staged, by way of staging memory. Exits with 2 if the destination cannot read the source's cache.
     """
+    from kvferry.planner.coverage import Indexed, check_complete, diff
+    from kvferry.planner.explain import to_json, to_text
+    from kvferry.planner.plan import plan_read
+
     try:
         theirs = _engine("source", source, source_engine, connection)
         mine = _engine("destination", destination, destination_engine, connection)
-        plans = _plans(theirs, mine)
+        for engine in (theirs, mine):
+            check_complete(Indexed(engine))
+        if mismatches := diff(theirs, mine):
+            # Of all ranks.
+            raise Incompatible(mismatches)
+        plans = [plan_read(theirs, mine, rank.rank) for rank in mine.ranks]
     except (Incompatible, InvalidInput) as error:
         _refuse(error, as_json)
         raise typer.Exit(IMPOSSIBLE) from None
@@ -62,26 +69,9 @@ def plan(
         except OSError as error:
             raise typer.BadParameter(f"cannot write {svg}: {error.strerror}", param_hint="--svg") from None
     if as_json:
-        from kvferry.planner.explain import to_json
-
         print(json.dumps(to_json(plans), indent=2))
     else:
-        from kvferry.planner.explain import to_text
-
         print("\n".join(safe(line) for line in to_text(plans).splitlines()))
-
-
-def _plans(source: EngineGeometry, destination: EngineGeometry) -> list[ReadPlan]:
-    """Plan for all ranks; raises `Incompatible` with the mismatches of all ranks."""
-    from kvferry.planner.coverage import Indexed, check_complete, diff
-    from kvferry.planner.plan import plan_read
-
-    for engine in (source, destination):
-        check_complete(Indexed(engine))
-    mismatches = diff(source, destination)
-    if mismatches:
-        raise Incompatible(mismatches)
-    return [plan_read(source, destination, rank.rank) for rank in destination.ranks]
 
 
 def _engine(side: str, file: Path | None, live: str, connection: Connection) -> EngineGeometry:

@@ -1,5 +1,4 @@
-"""The output of commands: JSON for programs (see `kvferry._summaries`), tables for people. Lists are complete, without
-pages."""
+"""The output of commands: JSON for programs (see `kvferry._summaries`), tables for people."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`kvferry top`: looks repeatedly at node servers, and shows them as tables or JSON; rates are differences between two
-looks at one node server."""
+"""`kvferry top`: looks repeatedly at node servers; rates are differences between two looks at one node server."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ import os
 import signal
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -18,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvferry._cli.connection import DEFAULT_SERVER, Connection, Node, with_connection
+from kvferry._cli.connection import LOCAL, Connection, Node, Servers, with_connection
 from kvferry._cli.render import console, listing
 from kvferry._summaries import Row, as_dict, size, transfer_row
 from kvferry.errors import InvalidField, KvferryError
@@ -28,13 +26,9 @@ if TYPE_CHECKING:
 
     from kvferry.v1 import introspection_pb2 as ipb
 
-INTERVAL = 2.0
 LEAST_INTERVAL = 0.5  # Least seconds between two looks, because each look makes node servers list their reads
-MOST_INTERVAL = 3600.0
 SERVERS_AT_ONCE = 16  # How many node servers are asked at once
-PAGES = 4
-"""Most pages of a list that one look asks for, each of at most 1000 entries and 256 KiB: a look stays cheap for the
-node server, however many leases it has."""
+PAGES = 4  # Most pages of a list in one look, each of at most 1000 entries and 256 KiB: a look has to be cheap
 MOST_LISTED = 100  # Most reads, and pairs of engines, in JSON
 FRAME = 4  # Lines of a table that are not rows: title, head, rule, and the line that counts omitted rows
 PIPED_LINES = 200  # Lines of the tables where there is no terminal to fit
@@ -44,18 +38,10 @@ SHOWN = ("server", "error", "restarted", "recovering", "engines", "publications"
 
 @with_connection
 def top(
-    server: Annotated[
-        list[str] | None,
-        typer.Option(
-            envvar="KVFERRY_SERVER",
-            metavar="ADDRESS",
-            help="Node server to look at: unix:/path or host:port. May be given several times.",
-        ),
-    ] = None,
+    servers: Servers = [LOCAL],  # noqa: B006  typer copies it, and shows it in the help
     interval: Annotated[
-        float,
-        typer.Option(min=LEAST_INTERVAL, max=MOST_INTERVAL, metavar="SECONDS", help="Time between two looks."),
-    ] = INTERVAL,
+        float, typer.Option(min=LEAST_INTERVAL, max=3600.0, metavar="SECONDS", help="Time between two looks.")
+    ] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each look, in a line.")] = False,
     *,
@@ -68,8 +54,7 @@ def top(
     """
     try:
         with ExitStack() as stack:
-            names = dict.fromkeys(server or [DEFAULT_SERVER])
-            lookers = [Looker(stack.enter_context(connection.node(name))) for name in names]
+            lookers = [Looker(stack.enter_context(connection.node(name))) for name in dict.fromkeys(servers)]
             threads = ThreadPoolExecutor(min(len(lookers), SERVERS_AT_ONCE), "kvferry-top")
             # The channels, which are closed after the pool, end calls in progress.
             stack.callback(threads.shutdown, wait=False, cancel_futures=True)
@@ -273,21 +258,20 @@ class Looker:
         )
 
     def _peers(self, transfers: Sequence[ipb.TransferSummary]) -> list[Peers]:
-        now, before = time.monotonic(), self._at
+        now, first = time.monotonic(), not self._at
+        seconds = max(1e-3, now - self._at)
         known: dict[tuple[bytes, int, int], int] = {}
-        moved: dict[tuple[str, str], int] = defaultdict(int)
         found: dict[tuple[str, str], Peers] = {}
         for transfer in transfers:
             read = transfer.read
             key = transfer.source.incarnation, transfer.publication, read.lease_number
             pair = transfer.source.engine_id, read.reader.engine_id
-            peers = found.setdefault(pair, Peers(*pair))
+            peers = found.setdefault(pair, Peers(*pair, rate=None if first else 0.0))
             peers.reading += alive(transfer)
             peers.ended += not alive(transfer)
             peers.bytes += read.bytes
             known[key] = read.bytes
-            moved[pair] += max(0, read.bytes - self._bytes.get(key, 0))
-        for pair, peers in found.items():
-            peers.rate = moved[pair] / max(1e-3, now - before) if before else None
+            if peers.rate is not None:
+                peers.rate += max(0, read.bytes - self._bytes.get(key, 0)) / seconds
         self._bytes, self._at = known, now
         return list(found.values())

@@ -1,7 +1,5 @@
-"""What directories list, their interface, and the thread that follows a directory.
-
-Answers come from memory, so that looking an engine up never waits, and the last answers stay in use during an outage.
-"""
+"""What directories list, their interface, and the thread that follows a directory. Answers come from memory: looking an
+engine up never waits, and the last answers stay in use during an outage."""
 
 from __future__ import annotations
 
@@ -31,8 +29,7 @@ MAX_ENTRY_BYTES = 16 * 1024  # Most bytes of an entry that is read from a direct
 
 FOLLOW_FIRST = 0.1
 FOLLOW_LAST = 5.0
-"""Shortest and longest seconds between attempts to follow an unreadable directory. Half of each pause is random, so
-that a fleet does not come back in one instant."""
+"""Shortest and longest seconds between attempts to read a directory. Half is random: no fleet comes back at once."""
 _RANDOM = SystemRandom()
 ANSWER_TIMEOUT = 5.0  # Default seconds to wait for the first answer
 
@@ -97,14 +94,11 @@ class Listed:
     engines: tuple[Listing, ...] = ()
 
     def find(self, engine_id: str, incarnation: bytes = b"") -> Listing | None:
-        """Return the listing of this incarnation of an engine, else the engine's newest listing, else None.
-
-        Another incarnation's home helps, too: it answers with a typed error that the engine has restarted.
-        """
+        """Return the listing of this incarnation of an engine, else the engine's newest listing, else None. Another
+        incarnation's home helps, too: it answers with a typed error that the engine has restarted."""
         found = [listing for listing in self.engines if listing.engine_id == engine_id]
         same = [listing for listing in found if incarnation and listing.incarnation == incarnation]
-        chosen = same or found
-        return chosen[-1] if chosen else None
+        return next(reversed(same or found), None)
 
     def covers(self, home: str) -> bool:
         """Whether a listed home has this address."""
@@ -134,10 +128,8 @@ class Directory(Closing, ABC):
     """Lists the homes of a fleet, and the home of each engine. `open_directory` makes one.
 
     From the first call on, a thread follows the directory. Answers come from memory, also while the directory cannot be
-    reached. Every method may be called from any thread.
-
-    `publish`, `renew` and `withdraw` raise `DirectoryUnavailable` if the directory could not be written, and
-    `WrongState` if node servers do not publish in this kind of directory.
+    reached. Every method may be called from any thread. `publish`, `renew` and `withdraw` raise `DirectoryUnavailable`
+    if the directory could not be written, and `WrongState` if node servers do not publish in this kind of directory.
 
     Attributes:
         name: the directory's URL, for messages.
@@ -161,8 +153,7 @@ class Directory(Closing, ABC):
     # For readers.
 
     def start(self) -> None:
-        """Begin to follow the directory. Does not wait. Idempotent. Raises `Closed`, or `LimitReached` if the system
-        refused a thread."""
+        """Begin to follow the directory. Does not wait. Idempotent. Raises `Closed`, or `LimitReached` by threads."""
         if self._thread is None:
             with self._changed:
                 if self._thread is None and not self._closed:
@@ -178,8 +169,7 @@ class Directory(Closing, ABC):
             return self._listed is not None
 
     def listed(self) -> Listed:
-        """Return the directory's content. Does not wait. Raises `DirectoryUnavailable` if it has not answered yet, or
-        `Closed`."""
+        """Return the content. Does not wait. Raises `DirectoryUnavailable` if it has not answered yet, or `Closed`."""
         self.start()
         problem, listed = self._problem, self._listed
         if listed is None:
@@ -196,11 +186,9 @@ class Directory(Closing, ABC):
         return found
 
     def watch(self, changed: Callable[[Listed], object]) -> Callable[[], None]:
-        """Call `changed` with the directory's content as soon as that is known, and after every change.
-
-        `changed` must not block; it is called on the directory's thread, and the first time perhaps on the caller's.
-        Returns a function that ends the watch.
-        """
+        """Call `changed` with the directory's content as soon as that is known, and after every change. It must not
+        block; it is called on the directory's thread, and the first time perhaps on the caller's. Returns a function
+        that ends the watch."""
         key = object()
         with self._changed:
             self._watches[key] = changed
@@ -217,20 +205,17 @@ class Directory(Closing, ABC):
 
     def publish(self, home: str, engines: Collection[Listing], ttl: float) -> None:
         """List a home, as ``host:port``, and its engines. Withdraws other earlier listings of this publisher. Waits.
-
         The directory forgets the listings `ttl` seconds after `publish` or the last `renew`. After
-        `DirectoryUnavailable`, call `publish` again.
-        """
+        `DirectoryUnavailable`, call `publish` again."""
         raise self._written_by_others()
 
     def renew(self) -> None:
-        """List everything published for another ttl; publish it again if the directory has forgotten it. Waits. After
+        """List everything published for another ttl, even if the directory has forgotten it. Waits. After
         `DirectoryUnavailable`, call `renew` again."""
         raise self._written_by_others()
 
     def withdraw(self) -> None:
-        """Withdraw everything published. Waits, at most for one call. After `DirectoryUnavailable`, the listings end
-        with their ttl."""
+        """Withdraw everything published. Waits, at most for one call. If it fails, the listings end with their ttl."""
         raise self._written_by_others()
 
     def close(self) -> None:
@@ -269,21 +254,21 @@ class Directory(Closing, ABC):
             try:
                 pause = self._follow()
             except BaseException as error:
-                if not isinstance(error, KvferryError):
-                    logger.debug("following %s failed", self.name, exc_info=error)
-                self._failed(error)
+                if not self._closed:
+                    self._failed(error)
                 pause, self._pause = self._pause * _RANDOM.uniform(0.5, 1.0), min(2 * self._pause, FOLLOW_LAST)
             with self._changed:
                 self._changed.wait_for(lambda: self._closed, pause)
 
     def _failed(self, error: BaseException) -> None:
-        if self._closed:
-            return
         first = not self._problem
-        self._problem = error.values.get("problem", error.message) if isinstance(error, KvferryError) else repr(error)
+        if isinstance(error, KvferryError):
+            self._problem = error.values.get("problem", error.message)
+        else:
+            logger.debug("following %s failed", self.name, exc_info=error)
+            self._problem = repr(error)
         if first:
-            # Once per outage: only discovery depends on the directory. Before the first answer callers get an error,
-            # and need no warning in the log.
+            # Once per outage: only discovery depends on it. Before the first answer callers get an error anyway.
             level = logging.INFO if self._listed is None else logging.WARNING
             so_far = "it has not answered yet" if self._listed is None else "its last answer stays in use"
             logger.log(level, "the directory %s cannot be read: %s; %s", self.name, self._problem, so_far)

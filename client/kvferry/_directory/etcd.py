@@ -4,11 +4,12 @@
     PREFIX/engines/ENGINE_ID/HOME    an engine, and where it has its home; the value is a `Listing`
 
 Names in keys are quoted as in URLs. All keys of a node server have one lease of etcd, so that they end together. A
-reader parses listings on arrival (`Entries`), and keeps nothing of other keys.
+reader parses listings on arrival, and keeps nothing of other keys.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Generator
 from contextlib import closing
@@ -33,12 +34,8 @@ CALL_TIMEOUT = 5.0  # Seconds for one call
 
 Answer = TypeVar("Answer", bound=Message)
 
-PACKAGE = "/etcdserverpb."
-"""Prefix of etcd's methods; the package of the messages has another name here (third_party/etcd)."""
-
-WITH_LEADER = ("hasleader", "true")
-"""Makes etcd end a watch on a member that a partition has cut off from the other members."""
-
+PACKAGE = "/etcdserverpb."  # Of etcd's methods; that of the messages has another name here (third_party/etcd)
+WITH_LEADER = ("hasleader", "true")  # Makes etcd end a watch on a member that a partition has cut off from the others
 TOKEN_REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT)
 """etcd's answers to a token that it no longer knows, and to a token from before a change of users."""
 
@@ -47,19 +44,16 @@ WITHDRAW_TIMEOUT = 2.0  # Seconds that a stopping node server waits for etcd to 
 
 
 class EtcdDirectory(Directory):
-    """A prefix of etcd's keys, without a slash at its end.
-
-    Threading: as `Directory`; one thread calls `publish`, `renew` and `withdraw`.
-    """
+    """A prefix of etcd's keys, without a slash at its end. One thread calls `publish`, `renew` and `withdraw`."""
 
     publishes = True
 
     def __init__(self, name: str, access: EtcdAccess, prefix: str) -> None:
         super().__init__(name)
-        self._prefix = prefix
         # The first possible key, and the first key after all possible ones: "0" is the character after the slash.
         self._begin, self._end = f"{prefix}/".encode(), f"{prefix}0".encode()
-        self._entries = Entries(name, prefix)
+        # By key: the revision at which it was listed, and the home or the engine.
+        self._found: dict[bytes, tuple[int, str | Listing]] = {}
         self._reading = EtcdCalls(name, access)
         self._writing = EtcdCalls(name, access)
         self._lease = 0
@@ -67,13 +61,10 @@ class EtcdDirectory(Directory):
         self._wanted: dict[bytes, bytes] = {}
         self._written: dict[bytes, bytes] = {}
 
-    # For node servers.
-
     def publish(self, home: str, engines: Collection[Listing], ttl: float) -> None:
         self._ttl = ttl
-        self._wanted = {_key(self._prefix, "homes", checked_home(home)): b"{}"} | {
-            _key(self._prefix, "engines", listing.engine_id, listing.home): listing.to_json() for listing in engines
-        }
+        self._wanted = {self._key("homes", checked_home(home)): b"{}"}
+        self._wanted |= {self._key("engines", each.engine_id, each.home): each.to_json() for each in engines}
         self._write()
 
     def renew(self) -> None:
@@ -113,11 +104,9 @@ class EtcdDirectory(Directory):
             self._lease = 0
             raise
 
-    # For readers.
-
     def _follow(self) -> float:
         revision = self._read_all()
-        self._learn(self._entries.listed())
+        self._learn_found()
         self._watch(revision)
         return 0.0
 
@@ -126,13 +115,13 @@ class EtcdDirectory(Directory):
         self._writing.interrupt()
 
     def _read_all(self) -> int:
-        """Read all listings; returns etcd's revision of this state."""
-        self._entries.clear()
+        """Read all listings, and return their revision."""
+        self._found = {}
         request = etcd.RangeRequest(key=self._begin, range_end=self._end, limit=PAGE)
         while True:
             answer = self._reading.call("KV/Range", request, etcd.RangeResponse)
             for entry in answer.kvs:
-                self._entries.put(entry)
+                self._put(entry)
             # Further pages are read at the same revision.
             request.revision = request.revision or answer.header.revision
             if not answer.more or not answer.kvs:
@@ -141,10 +130,9 @@ class EtcdDirectory(Directory):
 
     def _watch(self, revision: int) -> None:
         """Follow all changes after this revision. Returns if etcd no longer has them, so that all keys must be read."""
-        # In fragments, because a transaction of many changes may not fit one answer.
-        asked = etcd.WatchCreateRequest(
-            key=self._begin, range_end=self._end, start_revision=revision + 1, fragment=True
-        )
+        asked = etcd.WatchCreateRequest(key=self._begin, range_end=self._end, start_revision=revision + 1)
+        # A transaction of many changes may not fit one answer.
+        asked.fragment = True
         with closing(self._reading.watch(etcd.WatchRequest(create_request=asked))) as answers:
             for answer in answers:
                 if answer.compact_revision:
@@ -153,66 +141,46 @@ class EtcdDirectory(Directory):
                     raise unavailable(self.name, f"etcd ended the watch: {answer.cancel_reason or 'it gave no reason'}")
                 for event in answer.events:
                     if event.type == etcd.Event.DELETE:
-                        self._entries.drop(event.kv.key)
+                        self._found.pop(event.kv.key, None)
                     else:
-                        self._entries.put(event.kv)
+                        self._put(event.kv)
                 if answer.events and not answer.fragment:
-                    self._learn(self._entries.listed())
+                    self._learn_found()
         raise unavailable(self.name, "etcd ended the watch")
 
-
-def _key(prefix: str, kind: str, *names: str) -> bytes:
-    return "/".join((prefix, kind, *(quote(name, safe="") for name in names))).encode()
-
-
-class Entries:
-    """The listings below a prefix. Belongs to the thread that follows the directory; `name` is the directory's URL.
-
-    Foreign keys, such as those of a directory with a prefix below this one, are ignored. The log names a key of this
-    directory if its value is no listing, or the listing of another key.
-    """
-
-    def __init__(self, name: str, prefix: str) -> None:
-        self._name = name
-        self._prefix = prefix
-        self._found: dict[bytes, tuple[int, str | Listing]] = {}
-        """By key: the revision at which it was listed, and the home or the engine."""
-
-    def clear(self) -> None:
-        self._found = {}
-
-    def put(self, entry: etcd.KeyValue) -> None:
-        """Add or replace a key and its value."""
-        self.drop(entry.key)
-        kind, *names = entry.key[len(self._prefix.encode()) + 1 :].split(b"/")
+    def _put(self, entry: etcd.KeyValue) -> None:
+        """Add or replace a key and its value. Foreign keys, such as those of a directory with a prefix below this one,
+        are ignored. The log names a key of this directory if its value is no listing, or the listing of another key."""
+        self._found.pop(entry.key, None)
+        kind, *names = entry.key[len(self._begin) :].split(b"/")
         found: str | Listing
         try:
             if kind == b"homes" and len(names) == 1:
                 found = checked_home(unquote(names[0].decode(), errors="strict"))
-                meant = _key(self._prefix, "homes", found)
+                meant = self._key("homes", found)
             elif kind == b"engines" and len(names) == 2:
                 found = Listing.from_json(entry.value)
-                meant = _key(self._prefix, "engines", found.engine_id, found.home)
+                meant = self._key("engines", found.engine_id, found.home)
             else:
                 return
             if meant != entry.key:
                 raise InvalidField("key", entry.key.decode(), f"{meant.decode()}, as the value says")
         except (InvalidField, UnicodeDecodeError) as error:
             # One wrong entry does not make the others wrong.
-            shown = ascii(entry.key.decode(errors="replace")), self._name, str(error)
+            shown = ascii(entry.key.decode(errors="replace")), self.name, str(error)
             logger.warning("the key %.100s in %s is not a listing and is left out: %.500s", *shown)
             return
         self._found[entry.key] = entry.create_revision, found
 
-    def drop(self, key: bytes) -> None:
-        self._found.pop(key, None)
-
-    def listed(self) -> Listed:
+    def _learn_found(self) -> None:
         homes = frozenset(found if isinstance(found, str) else found.home for _, found in self._found.values())
         engines = [(revision, found) for revision, found in self._found.values() if isinstance(found, Listing)]
         # The newest last; within a revision by name.
         engines.sort(key=lambda each: (each[0], each[1].engine_id, each[1].home))
-        return Listed(homes, tuple(listing for _, listing in engines))
+        self._learn(Listed(homes, tuple(listing for _, listing in engines)))
+
+    def _key(self, kind: str, *names: str) -> bytes:
+        return self._begin + "/".join((kind, *(quote(name, safe="") for name in names))).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,15 +198,15 @@ class EtcdCalls:
     def __init__(self, name: str, access: EtcdAccess) -> None:
         self._name = name
         self._access = access
-        self._at = 0
+        self._endpoints = itertools.cycle(access.endpoints)
+        self._endpoint = next(self._endpoints)
         self._token = ""
         self._channel: grpc.Channel | None = None
         self._closed = False
 
     def call(self, method: str, request: Message, answer: type[Answer], timeout: float | None = None) -> Answer:
-        """Call a method with one answer, such as ``KV/Put``; also a streaming method, since gRPC sends the same bytes
-        for one request and one answer. `timeout` is in seconds; None: `CALL_TIMEOUT`. Raises `DirectoryUnavailable` if
-        there is no answer or etcd refused."""
+        """Call a method, such as ``KV/Put``; also a streaming method with one request and one answer, for which gRPC
+        sends the same bytes. None: `CALL_TIMEOUT`. Raises `DirectoryUnavailable` if etcd does not answer or refuses."""
         had_token = bool(self._token)
         try:
             made = self._dialled().unary_unary(PACKAGE + method, type(request).SerializeToString, answer.FromString)
@@ -283,10 +251,6 @@ class EtcdCalls:
             raise self._is_closed()
         return channel
 
-    @property
-    def _endpoint(self) -> str:
-        return self._access.endpoints[self._at % len(self._access.endpoints)]
-
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         access = self._access
         if access.user and not self._token:
@@ -302,10 +266,8 @@ class EtcdCalls:
 
     def _failed(self, error: grpc.RpcError) -> DirectoryUnavailable:
         """Return the error to raise, and go on with the next endpoint."""
-        endpoint = self._endpoint
-        call = cast("grpc.Call", error)
-        self._at += 1
-        self._token = ""
+        endpoint, call = self._endpoint, cast("grpc.Call", error)
+        self._endpoint, self._token = next(self._endpoints), ""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()

@@ -1,7 +1,4 @@
-"""The table of checks, in the order of the output, and how each is run.
-
-Some run in separate processes, because NIXL can crash its process, and look-ups of names or locks can hang.
-"""
+"""The table of checks. Some run in separate processes: NIXL can crash, and look-ups of names or locks can hang."""
 
 from __future__ import annotations
 
@@ -16,10 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvferry._doctor import peer, same_host, software, system, ucx
+from kvferry._doctor import peer, same_host, system, ucx
 from kvferry._doctor.check import Finding, Host, ended, finding, python
-
-_LINES = 5
 
 
 class Check(NamedTuple):
@@ -40,8 +35,8 @@ class Check(NamedTuple):
 
 
 CHECKS = (
-    Check("packages", software.packages),
-    Check("environment", software.environment),
+    Check("packages", system.packages),
+    Check("environment", system.environment),
     Check("cma", same_host.check, 30.0),
     Check("moves", ucx.moves, 60.0),
     Check("huge-pages", system.huge_pages, 20.0),
@@ -75,8 +70,7 @@ def run_alone(check: str, host: Host, seconds: float) -> list[Finding]:
                 stderr=written,
                 # The process's temporary files end with the folder, also if the process is killed.
                 env={**host.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": folder},
-                # So that its children can be ended with it. No `preexec_fn`, with which Python forks: gRPC's code in
-                # the child of a fork can end the child.
+                # So that its children end with it. No `preexec_fn`: gRPC can end the child of a fork that it makes.
                 start_new_session=True,
             )
             hung = False
@@ -90,7 +84,7 @@ def run_alone(check: str, host: Host, seconds: float) -> list[Finding]:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             written.seek(0)
-            last = " / ".join(written.read().decode(errors="replace").split("\n")[-_LINES:]).strip(" /")
+            last = " / ".join(written.read().decode(errors="replace").split("\n")[-5:]).strip(" /")
         wrote = f"; it wrote last: {last}" if last else ""
         if hung:
             return [finding("check-hung", f"the check `{check}` took longer than {seconds:g} s{wrote}")]
@@ -101,8 +95,7 @@ def run_alone(check: str, host: Host, seconds: float) -> list[Finding]:
 
 
 def main() -> None:
-    """Run the process of one check, which `run_alone` starts. The input has the host and the name of the file for the
-    findings, both pickled."""
+    """Run the process of one check, which `run_alone` starts."""
     name, host, answer = pickle.load(sys.stdin.buffer)
     check = next(check for check in CHECKS if check.name == name)
     Path(answer).write_bytes(pickle.dumps(check.look(host)))

@@ -1,5 +1,4 @@
-"""What checks take and return: this host, with the options of the command, and findings, whose texts are in
-`findings.md`."""
+"""What checks take and return: this host, with the options of the command, and findings."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-FINDINGS = Path(__file__).with_name("findings.md")
-"""The texts of the findings, in one table for each check."""
+FINDINGS = Path(__file__).with_name("findings.md")  # The texts of the findings, in one table for each check
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +43,7 @@ def finding(name: str, found: str, do: str = "") -> Finding:
 class Host:
     """The files of the system, the environment, and the options of the command."""
 
-    root: Path = Path("/")
-    """The folder with ``proc``, ``sys`` and ``dev``; another one in tests, for hardware that is not there."""
+    root: Path = Path("/")  # The folder with proc, sys and dev; in tests another, for hardware that is not there
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     pid: int | None = None  # A process of this host to check, such as an engine
     peer: str = ""  # Address of a node server to check; empty: none
@@ -96,8 +93,7 @@ class Host:
 
 
 def python(code: str, *arguments: str) -> list[str]:
-    """Return the command that runs lines of Python without modules from the current folder: root runs the doctor, too,
-    and any user may put a json.py into /tmp."""
+    """Return the command that runs lines of Python. Any user may put modules into the current folder, such as /tmp."""
     return [sys.executable, "-c", f"import sys; sys.path[:] = filter(None, sys.path); {code}", *arguments]
 
 

@@ -1,7 +1,4 @@
-"""A node server as seen from this host: name, port, TLS, health, version, and the time of a call.
-
-Its clock is not compared with this host's: kvferry never compares clocks of two hosts.
-"""
+"""A node server as seen from this host: name, port, TLS, health, version, and the time of a call, but not its clock."""
 
 from __future__ import annotations
 
@@ -61,11 +58,10 @@ def _unreachable(address: Address, timeout: float) -> Finding | None:
     if not address.path:
         try:
             found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            return finding("peer-name-unknown", f"{address.host}: {error.strerror or error}")
-        except UnicodeError:
-            said = f"{address.host}: a part of the name is empty, or longer than 63 characters"
-            return finding("peer-name-unknown", said)
+        except (OSError, UnicodeError) as error:
+            too_long = "a part of the name is empty, or longer than 63 characters"
+            said = too_long if isinstance(error, UnicodeError) else error.strerror or error
+            return finding("peer-name-unknown", f"{address.host}: {said}")
         targets = [(family, place) for family, _, _, _, place in found]
     problems, silent = [], True
     for family, place in targets:

@@ -42,10 +42,8 @@ def check(host: Host) -> list[Finding]:
 
 
 def _two_of_ours(host: Host) -> Finding:
-    source = subprocess.Popen(
-        [sys.executable, *_ALONE, _SOURCE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with source:
+    command = [sys.executable, *_ALONE, _SOURCE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as source:
         try:
             pid, address = (source.stdout.readline() if source.stdout else "").split()
             problem = _read(int(pid), int(address))

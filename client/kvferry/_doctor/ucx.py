@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
 from kvferry._doctor.check import Finding, Host, ended, finding, python
-from kvferry._doctor.software import version_of
+from kvferry._doctor.system import version_of
 
 if TYPE_CHECKING:
     from kvferry._transport.nixl_agent import AgentInfo, ReadHandle
@@ -28,11 +28,8 @@ _WAIT = 20.0
 
 
 def moves(host: Host) -> list[Finding]:
-    """Read `SIZE` bytes of another process `ROUNDS` times, and check how that process ends.
-
-    The two processes have a serving and a reading agent, as engines have. UCX's log names the transport. The speed is
-    compared with a copy of as many bytes within one process.
-    """
+    """Read `SIZE` bytes of another process `ROUNDS` times, and check how that process ends. UCX's log names the
+    transport. The speed is compared with a copy of as many bytes within one process."""
     from kvferry.errors import KvferryError, NixlMissing
 
     with _ucx_log(UCX_LOG_LEVEL="info", UCX_PROTO_INFO="y") as written:
@@ -59,13 +56,13 @@ def moves(host: Host) -> list[Finding]:
 
 @contextmanager
 def _ucx_log(**settings: str) -> Iterator[Callable[[], str]]:
-    """Have UCX, which must not be loaded yet, write its log to a file. Yields a function that flushes the log, which
-    UCX does not do, and returns it."""
+    """Have UCX, which must not be loaded yet, write its log to a file. Yields a function that returns the log."""
     with tempfile.TemporaryDirectory(prefix="kvferry-doctor-") as folder:
         os.environ |= {"UCX_LOG_FILE": str(Path(folder) / "ucx.%p"), **settings}
         log = Path(folder) / f"ucx.{os.getpid()}"
 
         def written() -> str:
+            # UCX does not flush it.
             ctypes.CDLL(None).fflush(None)
             return log.read_text(errors="replace") if log.exists() else ""
 

@@ -11,7 +11,7 @@ import functools
 import math
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, ClassVar
@@ -116,7 +116,7 @@ class TlsFiles:
         stamp, self._stamp = tls_stamp(self._tls), None
         try:
             content = read_tls(self._tls)
-            own = self._validity(content)
+            own = self._validity()
         except InvalidField as error:
             if self._content is None:
                 raise
@@ -137,8 +137,8 @@ class TlsFiles:
             self._authorities = None if above is None else ExpiryNotice(above, self.POLL, what, then)
         return self._content
 
-    def _validity(self, content: TlsContent) -> Validity | None:
-        """Return when this side's certificate is valid; None: unknown. Raises `InvalidField` for unusable contents."""
+    def _validity(self) -> Validity | None:
+        """Return when this side's certificate is valid; None: unknown. Raises `InvalidField` for unusable files."""
         return own_validity(self._tls)
 
 
@@ -149,35 +149,38 @@ def tls_files(tls: TlsConfig) -> TlsFiles:
 
 
 def authorities_validity(pem: bytes) -> Validity | None:
-    """Return until when all authorities in a file are valid; None if the file has none. Of certificates with the same
-    subject, the one that ends last counts: an authority that was renewed keeps its name."""
+    """Return the first authority in a file that ends; None if the file has none."""
+    return min(_authorities(pem), key=lambda one: one.end, default=None)
+
+
+def _authorities(pem: bytes) -> Collection[Validity]:
+    """Return the authorities in a file. Of certificates with the same subject, the one that ends last counts: an
+    authority that was renewed keeps its name."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         context.load_verify_locations(cadata=pem.decode("ascii", "ignore"))
     except (ssl.SSLError, ValueError):
-        return None
+        return ()
     last: dict[str, Validity] = {}
     for certificate in context.get_ca_certs():
         found = _validity(certificate)
         if found.subject not in last or found.end > last[found.subject].end:
             last[found.subject] = found
-    return min(last.values(), key=lambda one: one.end, default=None)
+    return last.values()
 
 
 def own_validity(tls: TlsConfig) -> Validity | None:
-    """Return until when this side's certificate, with the authorities that are sent with it, is valid; None if there is
-    no certificate. Reads the file."""
+    """Return when this side's certificate and the authorities that are sent with it are valid; None if there is no
+    certificate. Reads the file."""
     if tls.cert is None:
         return None
     try:
-        chain = tls.cert.read_bytes()
         # Python's only way to read a certificate that is not an authority's, without a package: its own tests use it.
         leaf = _validity(ssl._ssl._test_decode_cert(str(tls.cert)))  # type: ignore[attr-defined]
+        chain = (leaf, *_authorities(tls.cert.read_bytes()))
     except (ssl.SSLError, OSError, ValueError):
         return None
-    above = authorities_validity(chain)
-    end = min(leaf.end, above.end) if above is not None else leaf.end
-    return Validity(leaf.start, end)
+    return Validity(max(each.start for each in chain), min(each.end for each in chain))
 
 
 def date(seconds: float) -> str:

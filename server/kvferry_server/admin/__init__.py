@@ -1,2 +1,1 @@
-"""A node server for people and monitoring systems, over HTTP: metrics, health, state and a page. Reads the home and
-changes nothing."""
+"""A node server for people and monitoring systems, over HTTP: metrics, health, state and a page. Changes nothing."""

@@ -1,11 +1,8 @@
-"""The metrics of a node server.
+"""The metrics of a node server, all in `METRICS`: the exposition and docs/monitoring.md are made from it. Counts of
+events are fields of the home's `Journal`, of `CallCounts` or of `NodeState`; other values are computed at a scrape.
 
-Counts of events are fields of the home's `Journal`, of `CallCounts` or of `NodeState`. Values that are computed at a
-scrape are rows here, with their functions. `METRICS` has all: the exposition and docs/monitoring.md are made from it.
-
-Labels are states, reasons, methods and the like, which this code fixes, and no label has a request or a host. Only the
-signals for autoscalers have engine_ids, of which a home has at most `Limits.engines`; an engine that starts anew keeps
-its series.
+This code fixes the values of labels. Only the signals for autoscalers have engine_ids, of which a home has at most
+`Limits.engines`; an engine that starts anew keeps its series.
 """
 
 from __future__ import annotations
@@ -58,16 +55,10 @@ def _ranks(node: NodeState) -> Mapping[str, int]:
     return {"registered": sum(engine.num_ranks for engine in node.alive) - missing, "missing": missing}
 
 
-def _oldest_pin(node: NodeState) -> float:
-    home = node.home
-    oldest = next(iter(home.journal.pinned), None)
-    return 0.0 if oldest is None else home.clock.now() - oldest.first_at
-
-
-def _by_engine(of: Callable[[Engine, float], float]) -> Value:
-    """Compute a value of each engine that is not dead, from the present, by engine_id. Until an engine's snapshot has
-    come, what it has pinned is not known, and 0 would be wrong. Right after a start of the home two incarnations may
-    have one name: the larger value counts."""
+def _by_engine(name: str, documentation: str, of: Callable[[Engine, float], float]) -> Row:
+    """Return the row of a value of each engine that is not dead, from the present, by engine_id. Until an engine's
+    snapshot has come, what it has pinned is not known, and 0 would be wrong. Right after a start of the home two
+    incarnations may have one name: the larger value counts."""
 
     def found(node: NodeState) -> Mapping[str, float]:
         now, values = node.home.clock.now(), dict[str, float]()
@@ -77,7 +68,7 @@ def _by_engine(of: Callable[[Engine, float], float]) -> Value:
             values[engine.ref.engine_id] = max(of(engine, now), values.get(engine.ref.engine_id, 0))
         return values
 
-    return found
+    return _gauge(name, documentation, found, engine=())
 
 
 def _leases(node: NodeState) -> Mapping[str, int]:
@@ -113,10 +104,6 @@ def _calls(node: NodeState) -> Mapping[tuple[str, str], tuple[int, int]]:
     return {labels: (budget.used, budget.capacity) for labels, budget in budgets.items()}
 
 
-def _of_certificates(name: str) -> Value:
-    return lambda node: None if node.certificates is None else getattr(node.certificates, name)
-
-
 METRICS: tuple[Row, ...] = (
     _gauge(
         "build_info",
@@ -145,30 +132,30 @@ METRICS: tuple[Row, ...] = (
         role=("scheduler", "rank"),
     ),
     *_counted(Journal, lambda node: node.home.journal),
-    _gauge("oldest_pin_age_seconds", "Age of the oldest publication that is not released.", _oldest_pin),
     _gauge(
+        "oldest_pin_age_seconds",
+        "Age of the oldest publication that is not released.",
+        lambda node: node.oldest_pin_age() or 0.0,
+    ),
+    _by_engine(
         "engine_pinned_publications",
         "Publications of an engine that wait for readers, or are being read.",
-        _by_engine(lambda engine, _: len(engine.pinned)),
-        engine=(),
+        lambda engine, _: len(engine.pinned),
     ),
-    _gauge(
+    _by_engine(
         "engine_pinned_bytes",
         "Bytes that they hold on all ranks. A shared block counts once for each: the sum may exceed the cache.",
-        _by_engine(lambda engine, _: engine.pinned_bytes),
-        engine=(),
+        lambda engine, _: engine.pinned_bytes,
     ),
-    _gauge(
+    _by_engine(
         "engine_oldest_pin_age_seconds",
         "Age of the oldest of them; 0: there is none.",
-        _by_engine(lambda engine, now: now - next((one.first_at for one in engine.pinned), now)),
-        engine=(),
+        lambda engine, now: now - next((one.first_at for one in engine.pinned), now),
     ),
-    _gauge(
+    _by_engine(
         "engine_cache_bytes",
         "Bytes of the registered caches of an engine; memory that groups of one pool share counts once.",
-        _by_engine(lambda engine, _: engine.cache_bytes),
-        engine=(),
+        lambda engine, _: engine.cache_bytes,
     ),
     _gauge(
         "leases",
@@ -217,12 +204,12 @@ METRICS: tuple[Row, ...] = (
     _gauge(
         "certificate_expiry_timestamp_seconds",
         "When the node server's certificate ends. Only with TLS.",
-        _of_certificates("expiry"),
+        lambda node: node.certificates and node.certificates.expiry,
     ),
     _gauge(
         "authority_expiry_timestamp_seconds",
         "When the first authority of client certificates ends. Only with `--tls-ca`.",
-        _of_certificates("authorities_expiry"),
+        lambda node: node.certificates and node.certificates.authorities_expiry,
     ),
 )
 """All metrics of a node server, in the order of docs/monitoring.md."""

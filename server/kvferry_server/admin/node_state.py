@@ -70,12 +70,10 @@ class ShownListener:
 class NodeState:
     """A node server, for the admin listener. Belongs to the server's event loop.
 
-    Without TLS, `certificates` is None. `failed_handshakes` returns
-    numbers by reason; None: they are not counted.
+    Without TLS, `certificates` is None. `failed_handshakes` returns numbers by reason; None: they are not counted.
     `settings` are those that may be shown: durations, in seconds, and limits. `memory_limit` is in bytes, `started_at`
     in seconds since 1970. `listeners` grows while the server starts. `count_connections` counts the open connections to
-    an address, which takes a while if there are many, on any thread; `connections` are those when they were last
-    counted, by the listener's name.
+    an address, which takes a while if there are many, on any thread; `connections` are the last counts, by listener.
     """
 
     home: Home
@@ -99,6 +97,11 @@ class NodeState:
     @property
     def alive(self) -> Collection[Engine]:
         return [engine for engine in self.engines if not engine.dead]
+
+    def oldest_pin_age(self) -> float | None:
+        """Return the seconds since the oldest publication that is not released was published; None: there is none."""
+        oldest = next(iter(self.home.journal.pinned), None)
+        return None if oldest is None else self.home.clock.now() - oldest.first_at
 
     def why_not_ready(self) -> str:
         """Return why the node server takes no new work; empty if it does."""
@@ -132,9 +135,9 @@ class NodeState:
 def overview(node: NodeState) -> Row:
     """Return the state of the whole node server, without lists that grow with its load."""
     home, journal = node.home, node.home.journal
-    with home.turn() as now:
+    with home.turn():
         states = [engine.state for engine in node.engines]
-        oldest = next(iter(journal.pinned), None)
+        pinned = node.oldest_pin_age()
         certificates = node.certificates
         expiry, authorities = (certificates.expiry, certificates.authorities_expiry) if certificates else (None, None)
         return {
@@ -153,7 +156,7 @@ def overview(node: NodeState) -> Row:
             "engines": {state: states.count(state) for state in sorted(set(states))},
             "publications": _by_name(journal.stages),
             "pinned": len(journal.pinned),
-            "oldest_pin_s": None if oldest is None else round(now - oldest.first_at, 3),
+            "oldest_pin_s": None if pinned is None else round(pinned, 3),
             "leases": _by_name(journal.live_leases),
             "leases_ended": _by_name(journal.ended),
             "released": _by_name(journal.outcomes),
@@ -170,11 +173,8 @@ def _by_name(counts: Mapping[Any, int]) -> dict[str, int]:
 def last_reads(node: NodeState) -> list[Row]:
     """Return the last reads that ended, oldest first; times are seconds before now."""
     with node.home.turn() as now:
+        ago = {"began_s_ago": "granted_at", "ended_s_ago": "ended_at"}
         return [
-            {
-                **read,
-                "began_s_ago": round(now - read["granted_at"], 6),
-                "ended_s_ago": round(now - read["ended_at"], 6),
-            }
+            {**read, **{name: round(now - read[at], 6) for name, at in ago.items()}}
             for read in node.home.journal.last_reads
         ]

@@ -1,20 +1,22 @@
-"""The page that shows a node server in a browser. It is made here; a script only reloads it.
-
-Values in a template are escaped, unless they are `Html`.
-"""
+"""The page that shows a node server in a browser; a script only reloads it. At its head is what is wrong, the worst
+first, and what to do next (docs/runbook.md). Values in a template are escaped, unless they are `Html`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from string import Formatter
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
-from kvferry._summaries import duration, engine_row, request_row, size, transfer_row
+from kvferry._summaries import RECOVERING, duration, engine_row, ranges, request_row, size, transfer_row
+from kvferry.stats import shown
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry_server.admin.node_state import NodeState, Row, last_reads, overview
-from kvferry_server.admin.problems import Problem, problems
+from kvferry_server.domain.engine import Engine
+from kvferry_server.domain.journal import RECENT, BadEnd
+from kvferry_server.domain.limits import MAX_NAMED_NODES, MAX_NAMED_RANKS
+from kvferry_server.domain.values import LeaseState
 from kvferry_server.servicers import introspection
 
 PAGE_SIZE = 50  # Entries of a listing on one page
@@ -22,6 +24,20 @@ TICKS = 4
 ENDS = ("valid", "failed", "expired", "cancelled")  # How reads end
 COLOURED = ("failed", "dead", "lost", "incomplete", "missing", "expired", "cancelled", "valid", "ready")
 """Words of states that have colours, in page.css, the worst first."""
+
+MAX_ENGINES = 50  # That are described; the rest are counted
+WORST_FIRST = ("dead", "lost", "incomplete")  # States of engines
+
+LOOK = "Unless it was stopped on purpose, look at its scheduler's log, and start it again."
+COMES_BACK = f"Wait whether it comes back. {LOOK}"
+RANKS_GONE = "Look at the logs of these ranks and of their nodes, and restart the engine."
+RANKS_ABSENT = (
+    "Look at the logs of these ranks. Frequent: another token, a node server that cannot reach this one, or one whose "
+    "relay_homes does not name it."
+)
+FAILED = "Look in the log of the reader's rank, which names the source's rank; then at the network between them."
+EXPIRED = "Look at the reader: it died, it hangs, or it cannot reach this node server."
+NEVER_CAME = "Look at the source: it has not published what the reader waited for."
 
 TIMELINE = """<ol class="timeline" aria-label="the last {count} reads"><li class="axis"><span></span>
 <svg aria-hidden="true">{ticks}</svg></li>{reads}</ol>"""
@@ -75,18 +91,9 @@ def each(template: str, values: Iterable[object]) -> Html:
     return Html("".join(html(template, value) for value in values))
 
 
-def document(title: str, content: Html) -> Html:
-    """Return a whole document."""
-    return html(DOCUMENT, title=title, content=content)
-
-
 def front(node: NodeState, query: Mapping[str, str]) -> Html:
-    """Return the first page: problems, engines, pinned requests, reads and the timeline. Raises `InvalidField` for a
-    page token that no link of the page has."""
+    """Return the first page. Raises `InvalidField` for a page token that no link of the page has."""
     home = node.home
-
-    def shown(name: str, rows: Sequence[Mapping[str, object]], following: str) -> Html:
-        return _rows(name, rows, f"more {name}", f"/?{urlencode({**query, name: following})}" if following else "")
 
     def asked(name: str) -> dict[str, Any]:
         return {"page_size": PAGE_SIZE, "page_token": query.get(name, "")}
@@ -96,52 +103,52 @@ def front(node: NodeState, query: Mapping[str, str]) -> Html:
     requests = introspection.requests(home, ipb.ListRequestsRequest(**asked("requests")))
     hosts = {(engine.ref.engine_id, engine.ref.incarnation): engine.host for engine in node.engines}
     with_hosts = [
-        {
-            **engine_row(summary),
-            "Host": hosts.get((summary.engine.engine_id, summary.engine.incarnation), ""),
-        }
+        engine_row(summary) | {"Host": hosts.get((summary.engine.engine_id, summary.engine.incarnation), "")}
         for summary in engines.engines
     ]
     state = overview(node)
-    with home.turn():
-        found, left = problems(node, recovering=reads.recovering)
     pinned = state["oldest_pin_s"]
     content = html(
         FRONT,
         state=state,
         epoch=state["epoch"][:8],
-        problems=_problems(found, left),
+        problems=_problems(node, recovering=reads.recovering),
         uptime=duration(state["uptime_s"]),
         leases=", ".join(f"{count} {name}" for name, count in state["leases"].items()) or "none",
         oldest="" if pinned is None else f", the oldest for {duration(pinned)}",
-        engines=shown("engines", with_hosts, engines.next_page_token),
+        engines=_listing(query, "engines", with_hosts, engines.next_page_token),
         legend=each('<span class="{0}">{0}</span>', ENDS),
         timeline=_timeline(last_reads(node)),
-        reads=shown("reads", [*map(transfer_row, reads.transfers)], reads.next_page_token),
-        requests=shown("requests", [*map(request_row, requests.requests)], requests.next_page_token),
+        reads=_listing(query, "reads", [*map(transfer_row, reads.transfers)], reads.next_page_token),
+        requests=_listing(query, "requests", [*map(request_row, requests.requests)], requests.next_page_token),
     )
-    return document(f"kvferry: {state['advertise']}", content)
+    return html(DOCUMENT, title=f"kvferry: {state['advertise']}", content=content)
 
 
 def problem_page(problem: str) -> Html:
     """Return a page that explains an error."""
-    return document("kvferry", html("<h1>That did not work</h1><p>{}</p>", problem))
+    return html(DOCUMENT, title="kvferry", content=html("<h1>That did not work</h1><p>{}</p>", problem))
 
 
-def _problems(found: Sequence[Problem], left: int) -> Html:
+def _problems(node: NodeState, *, recovering: bool) -> Html:
+    with node.home.turn():
+        found, left = problems(node, recovering=recovering)
     if not found:
         return html('<p class="good">Ready. No problem is known.</p>')
     more = html("<p>{} more engines are dead, lost or incomplete.</p>", left) if left else ""
     return html("<h2>Problems</h2><ul>{}</ul>{}", each(PROBLEM, found), more)
 
 
-def _rows(name: str, rows: Sequence[Mapping[str, object]], more: str = "", target: str = "") -> Html:
+def _listing(query: Mapping[str, str], name: str, rows: Sequence[Mapping[str, object]], following: str) -> Html:
+    """Draw a page of a list, with a link to the following one; `query` is that of this page."""
     if not rows:
         return html('<p class="none" id="{}">None.</p>', name)
     head = each("{}", (html('<th class="{}">{}</th>', *_column(title)) for title in rows[0]))
     body = each("<tr>{}</tr>", (each("{}", (_cell(*cell) for cell in row.items())) for row in rows))
     table = html(TABLE, name=name, head=head, body=body)
-    return html('{}<p><a href="{}">{}</a></p>', table, target, more) if target else table
+    if not following:
+        return table
+    return html('{}<p><a href="/?{}">more {}</a></p>', table, urlencode({**query, name: following}), name)
 
 
 def _column(title: str) -> tuple[str, str]:
@@ -187,3 +194,71 @@ def _bar(read: Row, begin: float, span: float) -> Html:
 
 def _precise(seconds: float) -> str:
     return duration(seconds) if seconds >= 10 else f"{seconds:.3g} s"
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong."""
+
+    state: str  # `dead`, `lost`, `incomplete`, `failed`, `expired`, or one of the node server itself
+    what: str
+    next_step: str
+
+
+def problems(node: NodeState, *, recovering: bool) -> tuple[Sequence[Problem], int]:
+    """Return the problems, and the number of further engines that are not ready. `recovering`: the home waits for its
+    engines, or for their snapshots. Call within a turn."""
+    now = node.home.clock.now()
+    ill = [engine for engine in node.engines if engine.state in WORST_FIRST]
+    ill.sort(key=lambda engine: (WORST_FIRST.index(engine.state), engine.ref.engine_id))
+    engines = [_of_engine(engine, now) for engine in ill[:MAX_ENGINES]]
+    bad = reversed(node.home.journal.bad_ends.items())
+    reads = [_of_reads(kind, count, now - last) for kind, (count, last) in bad if last > now - RECENT]
+    return [*_of_node(node, recovering), *engines, *reads], max(0, len(ill) - MAX_ENGINES)
+
+
+def _of_node(node: NodeState, recovering: bool) -> Iterator[Problem]:
+    if why := node.why_not_healthy():
+        yield Problem("ill", why, "Restart this node server: its state is soft, and reads under way go on.")
+    if why := node.why_not_ready():
+        yield Problem("unready", f"it takes no new work: {why}", "Wait, and restart it if this lasts.")
+    if recovering:
+        yield Problem("recovering", f"it {RECOVERING}", "Wait: engines come back by themselves.")
+
+
+def _of_engine(engine: Engine, now: float) -> Problem:
+    name = engine.ref.engine_id
+    if engine.lost_at is None:
+        what, next_step = _incomplete(engine)
+        return Problem(engine.state, f"{name!r}: {what}", next_step)
+    away, ttl = f"its scheduler has been away for {duration(now - engine.lost_at)}", duration(engine.times.engine_ttl)
+    if engine.dead:
+        return Problem("dead", f"{name!r}: {away}; its publications have ended", LOOK)
+    return Problem("lost", f"{name!r}: {away}; it counts as dead after {ttl}", COMES_BACK)
+
+
+def _incomplete(engine: Engine) -> tuple[str, str]:
+    """Return which ranks an engine lacks, and what to do."""
+    named = engine.missing_ranks(MAX_NAMED_RANKS)
+    gone = [rank for rank in named if rank in engine.lost_ranks]
+    absent = [rank for rank in named if rank not in engine.lost_ranks]
+    what = [f"gone: {_ranks(gone)}"] if gone else []
+    what += [f"not registered: {_ranks(absent)}"] if absent else []
+    if left := engine.num_missing - len(named):
+        what.append(f"and {left} more")
+    if nodes := sorted({engine.nodes[rank] for rank in gone if engine.lost_with_node(rank)}):
+        what.append(f"lost nodes: {', '.join(nodes[:MAX_NAMED_NODES])}")
+    missing = f"{engine.num_missing} of {engine.num_ranks} ranks are missing; {'; '.join(what)}"
+    return missing if what else "no rank has registered", RANKS_GONE if gone else RANKS_ABSENT
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}"
+
+
+def _of_reads(kind: BadEnd, count: int, ago: float) -> Problem:
+    """Sum up reads that ended badly; the last of them so many seconds ago."""
+    when = f"{count} reads, the last" if count > 1 else "a read,"
+    why = f", {kind.reason}" if kind.reason else ", which waited in vain" if kind.in_vain else ""
+    what = f"{kind.reader!r} from {kind.source!r}: {when} {duration(ago)} ago{why}"
+    ended = FAILED if kind.state is LeaseState.FAILED else EXPIRED
+    return Problem(shown(kind.state), what, NEVER_CAME if kind.in_vain else ended)

@@ -1,8 +1,7 @@
 """The admin listener: HTTP for operators, on the node server's event loop.
 
-GET and HEAD only: no request changes anything. A connection has one request, and ends after `CONNECTION_SECONDS` in any
-case; if there are too many connections, the oldest ends. So slow or silent clients cost a bounded number of descriptors
-for a bounded time.
+GET and HEAD only: no request changes anything. A connection has one request, and ends after `CONNECTION_SECONDS`; if
+there are too many, the oldest ends. So slow or silent clients cost a bounded number of descriptors for a bounded time.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ MAX_HEADERS = 64
 SHARE = 0.1
 """Fraction of the event loop's time that metrics may take, and as much again for pages and lists, however many are
 requested: after each comes a pause, in which the next ones wait."""
-METRICS_KEPT = 0.5
-"""How long the same metrics are answered again: clients that scrape without pause keep no others waiting."""
+METRICS_KEPT = 0.5  # How long the same metrics are answered again: clients that scrape without pause delay no others
 
 HTML = "text/html; charset=utf-8"
 TEXT = "text/plain; charset=utf-8"
@@ -62,8 +60,7 @@ HEADERS = {
     "Cache-Control": "no-store",
     "Server": "kvferryd",
 }
-"""Headers of every answer. Pages load nothing from other hosts and run only their own script, and no other site may
-show or read them."""
+"""Of every answer. Pages load only from here and run only their own script, and no other site may show or read them."""
 
 ADDRESSES = {"localhost", "localhost.localdomain", "ip6-localhost"}  # Names in the header Host that mean this host
 _HOST = re.compile(r"(\[(?P<six>[^\[\]]+)\]|(?P<name>[^:\[\]]+))(:[0-9]*)?", re.ASCII)
@@ -105,12 +102,10 @@ class Share:
 
 class AdminService(web.Server):
     """Shows a node server on one address until `close`: aiohttp's server of connections, with limits on their number
-    and duration. `address` may have port 0, and has its real port once `start` has returned. Belongs to the event loop
-    that makes it.
+    and duration. `address` has its real port once `start` has returned. Belongs to the event loop that makes it.
 
-    With `local`, only requests that name this host, by an IP address or as localhost, are
-    answered. Otherwise a web page in an operator's browser could point its own name here, and read what only this host
-    may read."""
+    With `local`, only requests that name this host, by an IP address or as localhost, are answered. Otherwise a web
+    page in an operator's browser could point its own name here, and read what only this host may read."""
 
     def __init__(self, node: NodeState, address: Address, *, local: bool) -> None:
         super().__init__(
@@ -133,7 +128,7 @@ class AdminService(web.Server):
         static = files("kvferry_server.admin").joinpath("static")
         css, script = (static.joinpath(name).read_bytes() for name in ("page.css", "page.js"))
         self._paths: dict[str, Callable[[Query], Answer | Awaitable[Answer]]] = {
-            "/": pages.of(lambda query: _page(page.front(node, query))),
+            "/": pages.of(lambda query: (200, HTML, page.front(node, query).encode())),
             "/page.css": lambda _: (200, "text/css; charset=utf-8", css),
             "/page.js": lambda _: (200, "text/javascript; charset=utf-8", script),
             "/metrics": metrics.of(lambda _: (200, CONTENT_TYPE_LATEST, collector.text()), METRICS_KEPT),
@@ -203,10 +198,6 @@ class AdminService(web.Server):
 
 def _probe(problem: str) -> Answer:
     return (503, TEXT, f"{problem}\n".encode()) if problem else (200, TEXT, b"ok\n")
-
-
-def _page(content: str) -> Answer:
-    return 200, HTML, content.encode()
 
 
 def _listed(node: NodeState, listing: Callable[[Home, Any], Message], kind: Any) -> Callable[[Query], Answer]:

@@ -1,8 +1,5 @@
-"""The certificates of a node server, which are replaced while the server runs.
-
-The files are read again when they change, and on demand. New connections get the new certificate and are checked
-against the new authorities; open connections stay as they are.
-"""
+"""The certificates of a node server. The files are read again when they change, and on demand. New connections get the
+new certificate and are checked against the new authorities; open connections stay as they are."""
 
 from __future__ import annotations
 
@@ -14,10 +11,9 @@ from collections.abc import Callable
 from typing import cast
 
 import grpc
-from cryptography import x509
 
 from kvferry._wire.channel import TlsConfig, TlsContent, server_certificates
-from kvferry._wire.tls_files import TlsFiles, Validity, date
+from kvferry._wire.tls_files import TlsFiles, Validity, date, own_validity
 from kvferry.errors import InvalidField
 from kvferry_server.node.limits import CERTIFICATE_POLL
 
@@ -25,8 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Certificates(TlsFiles):
-    """The TLS files of a node server. `wall_clock` returns seconds since 1970. Raises `InvalidField` if the files
-    cannot be used. Thread-safe."""
+    """The TLS files of a node server. Raises `InvalidField` if they cannot be used. Thread-safe."""
 
     POLL = CERTIFICATE_POLL
 
@@ -56,9 +51,8 @@ class Certificates(TlsFiles):
         # None means no change, but the type stubs do not allow it.
         fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", newer)
         mutual = self._tls.ca is not None
-        return grpc.dynamic_ssl_server_credentials(
-            server_certificates(shown), fetch, require_client_authentication=mutual
-        )
+        first = server_certificates(shown)
+        return grpc.dynamic_ssl_server_credentials(first, fetch, require_client_authentication=mutual)
 
     def refresh(self) -> bool:
         """Read the files again, and block meanwhile. Unusable files are logged, change nothing, and give False."""
@@ -80,28 +74,17 @@ class Certificates(TlsFiles):
                 # Go on whatever the files hold: later files are still to be read.
                 logger.exception("the TLS files could not be read; the certificate stays as it was")
 
-    def _validity(self, content: TlsContent) -> Validity:
-        valid, wall = validity(content, self._tls), self._wall_clock()
-        # Clients would refuse a new certificate that is not valid now, but still accept the current one. The files are
-        # tried again.
+    def _validity(self) -> Validity | None:
+        wall = self._wall_clock()
+        # Clients would refuse a new certificate that is not valid now, but accept the current one. It is tried again.
         if self._own is not None and self._own.validity.start <= wall < self._own.validity.end:
-            check_in_time(self._tls, valid, wall)
-        return valid
+            return check_in_time(self._tls, wall)
+        return super()._validity()
 
 
-def validity(content: TlsContent, tls: TlsConfig) -> Validity:
-    """Return when all certificates of the chain are valid; raises `InvalidField` if one cannot be read."""
-    try:
-        chain = x509.load_pem_x509_certificates(content.cert or b"")
-    except ValueError:
-        raise InvalidField("tls_cert", str(tls.cert), "a certificate chain in PEM") from None
-    return Validity(
-        max(certificate.not_valid_before_utc.timestamp() for certificate in chain),
-        min(certificate.not_valid_after_utc.timestamp() for certificate in chain),
-    )
-
-
-def check_in_time(tls: TlsConfig, valid: Validity, wall: float) -> None:
-    """Raise `InvalidField` if the certificate is not valid at `wall` seconds since 1970."""
-    if not valid.start <= wall < valid.end:
+def check_in_time(tls: TlsConfig, wall: float) -> Validity | None:
+    """Return when the certificate is valid; raises `InvalidField` if not at `wall` seconds since 1970."""
+    valid = own_validity(tls)
+    if valid is not None and not valid.start <= wall < valid.end:
         raise InvalidField("tls_cert", str(tls.cert), "a certificate that is valid now; look with openssl x509 -dates")
+    return valid

@@ -1,7 +1,5 @@
-"""The settings of a node server: each is defined once, in `NodeConfig`, with its help text.
-
-`kvferry_server.node.loading` reads them from flags, the environment and a file.
-"""
+"""The settings of a node server: each is defined once, in `NodeConfig`, with its help text. `loading` reads them from
+flags, the environment and a file."""
 
 from __future__ import annotations
 
@@ -11,10 +9,10 @@ import re
 import socket
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
 
 from kvferry._directory.directory import checked_labels
 from kvferry._directory.opening import open_directory
@@ -30,25 +28,18 @@ ENV_PREFIX = "KVFERRYD_"
 SHORTER = (("ttl", "final"), ("max_ttl", "final"), ("hold", "final"), ("engine_ttl", "retire"))
 """Pairs of durations: the first has no effect beyond the second."""
 
-GROUPS = {
-    "listen": "addresses",
-    "tls_cert": "security",
-    "directory": "directory",
-    "ttl": "times",
-    "drain": "operation",
-}
+GROUPS = {"listen": "addresses", "tls_cert": "security", "directory": "directory", "ttl": "times", "drain": "operation"}
 """Headings of the flags, by the first setting below each."""
 
 _TIMES = Times()
+File: TypeAlias = Annotated[Path | None, BeforeValidator(lambda value: None if value == "" else value)]
+LOWER = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
 
 
 class NodeConfig(BaseModel):
     """All settings of a node server: the text below each is its help, where a text in its type stands for its value.
-    Durations are in seconds.
-
-    Raises:
-        pydantic.ValidationError: settings are wrong; `load` and `configure` raise `BadConfig` for it.
-    """
+    Durations are in seconds. Wrong settings are a `pydantic.ValidationError`, for which `load` and `configure` raise
+    `BadConfig`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -62,13 +53,13 @@ class NodeConfig(BaseModel):
     admin: Annotated[str, "HOST:PORT"] = "127.0.0.1:7424"
     """TCP address for metrics, health and a page for people, over HTTP without TLS. Port 0: a free port. Empty:
     none. If the default is in use, there is none either."""
-    tls_cert: Path | None = None
+    tls_cert: File = None
     """PEM file with this server's certificate chain. Turns on TLS for TCP."""
-    tls_key: Path | None = None
+    tls_key: File = None
     """PEM file with the certificate's private key."""
-    tls_ca: Path | None = None
+    tls_ca: File = None
     """PEM file with certificate authorities: clients must show a certificate of one of them (mTLS)."""
-    policy: Path | None = None
+    policy: File = None
     """TOML file with the roles of identities in client certificates. Identities that it does not name may do nothing.
     Needs tls_ca. Empty: every certificate may do all but administer."""
     insecure: bool = False
@@ -116,23 +107,13 @@ class NodeConfig(BaseModel):
     memory: ByteSize = ByteSize(0)
     """Memory for what the home keeps of engines and their requests: 512MiB, or bytes. Engines and hosts share it.
     The process takes up to 384 MiB more. 0: half of what its cgroup or host has, at most 1 GiB."""
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], "LEVEL"] = "info"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], LOWER, "LEVEL"] = "info"
     """Level from which messages are logged, to stderr."""
-    log_format: Annotated[Literal["text", "json"], "FORMAT"] = "text"
+    log_format: Annotated[Literal["text", "json"], LOWER, "FORMAT"] = "text"
     """How messages are logged: lines of text with key=value, or an object of JSON each."""
     trace_endpoint: Annotated[str, "URL"] = ""
     """URL of an OpenTelemetry collector (OTLP over HTTP, e.g. http://127.0.0.1:4318/v1/traces) that gets a span for
     each call that belongs to a trace. Empty: no traces."""
-
-    @field_validator("log_level", "log_format", mode="before")
-    @classmethod
-    def _in_lower_case(cls, value: object) -> object:
-        return value.lower() if isinstance(value, str) else value
-
-    @field_validator("tls_cert", "tls_key", "tls_ca", "policy", mode="before")
-    @classmethod
-    def _empty_is_none(cls, value: object) -> object:
-        return None if value == "" else value
 
     @model_validator(mode="after")
     def _fits_together(self) -> NodeConfig:
@@ -150,9 +131,8 @@ class NodeConfig(BaseModel):
         if self.tls is not None and self.tls.cert is None:
             raise InvalidField("tls_ca", str(self.tls_ca), "tls_cert and tls_key beside it")
         if self.policy is not None and self.tls_ca is None:
-            raise InvalidField(
-                "tls_ca", None, "a file, because policy is given: only client certificates have identities"
-            )
+            expected = "a file, because policy is given: only client certificates have identities"
+            raise InvalidField("tls_ca", None, expected)
         if self.trace_endpoint and not _is_endpoint(self.trace_endpoint):
             expected = "http://host[:port]/path, without a password and a query: OTEL_EXPORTER_OTLP_HEADERS takes keys"
             raise InvalidField("trace_endpoint", shown(self.trace_endpoint), expected)
@@ -164,32 +144,28 @@ class NodeConfig(BaseModel):
         return self
 
     def _check_exposure(self) -> None:
-        """Raise `InvalidField` if an address is not on loopback, so that every host can connect, and no setting allows
-        that."""
+        """Raise `InvalidField` if every host can connect, and no setting allows that."""
         address, admin = self.listen_address, self.admin_address
         if admin is not None and not self.admin_insecure and not is_on_loopback(admin):
-            raise InvalidField(
-                "admin",
-                str(admin),
+            expected = (
                 "an address on loopback: whoever can connect sees the names of engines, requests and hosts. If that is "
-                "meant, allow it with --admin-insecure",
+                "meant, allow it with --admin-insecure"
             )
+            raise InvalidField("admin", str(admin), expected)
         if address is None or self.insecure or self.tls_ca is not None or is_on_loopback(address):
             return
         if self.tls is None:
-            raise InvalidField(
-                "listen",
-                str(address),
+            expected = (
                 "an address on loopback, or TLS (--tls-cert, --tls-key, --tls-ca): otherwise everyone who can connect "
-                "could read and end every request. If only engines can reach this network, allow that with --insecure",
+                "could read and end every request. If only engines can reach this network, allow that with --insecure"
             )
+            raise InvalidField("listen", str(address), expected)
         if not self.anonymous_tls:
-            raise InvalidField(
-                "tls_ca",
-                None,
+            expected = (
                 f"a file (--tls-ca): without it, {address} is encrypted but serves everyone who can connect. If only "
-                "engines can reach it, allow that with --anonymous-tls",
+                "engines can reach it, allow that with --anonymous-tls"
             )
+            raise InvalidField("tls_ca", None, expected)
 
     @property
     def times(self) -> Times:
@@ -241,11 +217,8 @@ class NodeConfig(BaseModel):
 
 
 def advertised(wanted: str, listening: Address | None, unix: Address | None) -> str:
-    """Return the address to put into references; raises `InvalidField` if other hosts could not connect to it.
-
-    `wanted` is ``host:port``, ``host`` (the real port is added), or empty: the TCP address `listening`, else
-    the socket `unix`.
-    """
+    """Return the address to put into references: `wanted`, with the real port if it is ``host`` alone; else the TCP
+    address `listening`, else the socket `unix`. Raises `InvalidField` if other hosts could not connect to it."""
     if wanted:
         # A host without a port, perhaps an IPv6 address in brackets, gets the port of the listener.
         has_port = ":" in wanted and not wanted.endswith("]")
@@ -259,9 +232,8 @@ def advertised(wanted: str, listening: Address | None, unix: Address | None) -> 
         with contextlib.suppress(ValueError):
             wildcard = ipaddress.ip_address(listening.host).is_unspecified
         if wildcard:
-            raise InvalidField(
-                "advertise", "", f"the host at which other nodes reach this one: they cannot connect to {listening}"
-            )
+            expected = f"the host at which other nodes reach this one: they cannot connect to {listening}"
+            raise InvalidField("advertise", "", expected)
         return str(listening)
     # `NodeConfig` refuses settings with neither.
     return str(unix)
@@ -296,8 +268,7 @@ def _is_endpoint(url: str) -> bool:
 
 
 def shown(value: object) -> object:
-    """Return a value as messages show it: a URL without its password and query, and nothing of a key that stands in
-    place of its file's name."""
+    """Return a value as messages show it: without a URL's password and query, or a key in place of its file's name."""
     if "-----BEGIN" in str(value):
         return "-----BEGIN..."
     if not isinstance(value, str) or "//" not in value:

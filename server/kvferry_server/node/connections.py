@@ -1,8 +1,7 @@
 """The limits of connections and file descriptors, and which connections are closed when they run out.
 
-gRPC closes every connection beyond its limit, and asks no Python code before it accepts one. So one host that opens
-connections without end would keep all other hosts out. `ConnectionLimiter` looks at the process's sockets instead: when
-the limit is nearly reached, it closes the newest connections of the host that has the most.
+gRPC closes every connection beyond its limit, and asks no Python code before it accepts one: one host could keep all
+others out. So `ConnectionLimiter` looks at the process's sockets, and closes the newest of the host that has the most.
 """
 
 from __future__ import annotations
@@ -108,8 +107,7 @@ def count_connections(address: Address) -> int:
 
 
 def end_connection(peer: str) -> None:
-    """Close the connection of a gRPC peer, such as ``ipv4:10.0.0.1:4711``. Does nothing for callers on the UNIX socket,
-    whose connections all look alike."""
+    """Close the connection of a gRPC peer, such as ``ipv4:10.0.0.1:4711``; on a UNIX socket all peers look alike."""
     kind, _, address = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
         return

@@ -1,8 +1,6 @@
-"""The memory that a request will take once decoded, found by a walk over its encoded bytes.
-
-An empty message in a list takes two bytes on the wire and hundreds in memory, so the size of a request says little. The
-walk follows the message's descriptor: it skips strings and bytes whole, and enters only messages.
-"""
+"""The memory that a request will take once decoded, found by a walk over its encoded bytes: an empty message in a list
+takes two bytes on the wire and hundreds in memory. The walk follows the message's descriptor: it skips strings and
+bytes whole, and enters only messages."""
 
 from __future__ import annotations
 
@@ -20,19 +18,14 @@ STRING_BYTES = 16  # Of a string or bytes without the content
 ALIGNED_BYTES = 8  # Of the shortest content of a string, and of any number or reference to a message
 UNKNOWN_BYTES = 24  # Of a field that the message's descriptor does not have
 WALK_STEPS = 1024  # Fields between two pauses of the walk: half a millisecond
-
-LONG_LIST = 4096
-"""Bytes from which numpy counts the numbers of a list: millions in half a millisecond. For a short list numpy takes
-longer than Python."""
+LONG_LIST = 4096  # Bytes from which numpy counts the numbers of a list. For a short list numpy takes longer than Python
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _WIDTHS = {_FIXED64: 8, _FIXED32: 4}
 _GROUPS = (3, 4)
 _STRINGS = frozenset({FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES})
-_FIXED = frozenset(
-    getattr(FieldDescriptor, f"TYPE_{name}")
-    for name in ("FIXED32", "FIXED64", "SFIXED32", "SFIXED64", "FLOAT", "DOUBLE")
-)
+_FIXED_NAMES = ("FIXED32", "FIXED64", "SFIXED32", "SFIXED64", "FLOAT", "DOUBLE")
+_FIXED = frozenset(getattr(FieldDescriptor, f"TYPE_{name}") for name in _FIXED_NAMES)
 _CONTINUED = bytes(range(128, 256))  # All that are not the last byte of a variable-length number
 
 
@@ -57,9 +50,8 @@ class Shape:
         # The members of a oneof share their memory.
         self.size += (STRING_BYTES + ALIGNED_BYTES) * len(kind.oneofs)
         if self.flat:
-            self.size += sum(
-                shape_of(field.message_type).size for field in kind.fields if field.message_type is not None
-            )
+            inner = [field.message_type for field in kind.fields if field.message_type is not None]
+            self.size += sum(shape_of(each).size for each in inner)
 
     def _add(self, field: FieldDescriptor) -> None:
         tag, repeated = field.number << 3, _is_repeated(field)
@@ -99,21 +91,16 @@ def _is_repeated(field: FieldDescriptor) -> bool:
 
 
 class Decoded:
-    """The walk over one message.
-
-    Attributes:
-        size: bytes that the decoded message takes, as far as the walk has come. Never less than the bytes that protobuf
-            allocates for messages and elements of lists, up to the first damage.
-        fields: fields that the walk has looked at, in units of `WALK_STEPS`.
-        most: the limit of `size`.
-    """
+    """The walk over one message."""
 
     def __init__(self, raw: bytes, shape: Shape) -> None:
         self._raw = raw
         self._shape = shape
+        # Bytes that the decoded message takes, as far as the walk has come. Never less than the bytes that protobuf
+        # allocates for messages and elements of lists, up to the first damage.
         self.size = len(raw) + shape.size
-        self.fields = 0
-        self.most = DECODED_FACTOR * len(raw) + DECODED_SPARE
+        self.fields = 0  # That the walk has looked at, in units of `WALK_STEPS`
+        self.most = DECODED_FACTOR * len(raw) + DECODED_SPARE  # The limit of `size`
 
     @property
     def fits(self) -> bool:
@@ -121,8 +108,7 @@ class Decoded:
         return self.size <= self.most and self.fields <= MAX_FIELDS
 
     def walk(self) -> Iterator[None]:
-        """Walk over the message, and yield after every `WALK_STEPS` fields. Ends as soon as `fits` is false, and at the
-        first damage, where decoding ends as well."""
+        """Yield after every `WALK_STEPS` fields. Ends as soon as `fits` is false, and at damage, as decoding does."""
         raw, shape, place, end = self._raw, self._shape, 0, len(self._raw)
         outer: list[tuple[Shape, int]] = []
         left = WALK_STEPS

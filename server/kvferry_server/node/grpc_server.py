@@ -2,11 +2,8 @@
 
 grpcio decodes a call's path in the task that accepts all calls. A path that is not UTF-8 raises there, and the server
 shuts down with all its connections. The paths of registered methods are not decoded. So all methods of this server are
-registered, and a task here accepts calls with any other path and refuses them as not offered, without decoding or
-naming the path.
-
-Tasks here also accept the calls of registered methods. grpcio waits for the next call of all methods together, anew for
-each call, and each time looks up the handler and runs the interceptors.
+registered, and a task here refuses calls with any other path, without decoding or naming it. Tasks here also accept the
+calls of registered methods: grpcio would each time look up the handler and run the interceptors.
 
 Only this file uses private parts of grpcio, so pyproject.toml allows the versions that it was tried with.
 """
@@ -27,7 +24,7 @@ from kvferry_server.node.guard import UNKNOWN_METHOD, Guard, Handler, is_gone
 
 class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
     """grpcio's server, which accepts all calls itself: one task for each method of `handlers`, by path, and one for
-    `unknown` methods. The future `failed` gets the reason if the server ends without being stopped."""
+    `unknown` methods."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, options: Sequence[tuple[str, Any]]) -> None:
         super().__init__(loop, None, (), (), tuple(options), None)
@@ -67,18 +64,25 @@ class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
 
 class Server(aio_server.Server):
     """`grpc.aio.Server` around `_AioServer`, for the running event loop, without addresses and services yet. `options`
-    are gRPC channel arguments."""
+    are gRPC channel arguments. `failed` gets the reason if the server ends without a stop."""
 
     def __init__(self, options: Sequence[tuple[str, Any]]) -> None:
         self._loop = cygrpc.get_working_loop()
         self._server = _AioServer(self._loop, options)
+        self.failed: asyncio.Future[BaseException] = self._server.failed
+        self._offered: dict[str, Handler] = {}
 
-    def offer(self, guard: Guard, add: Callable[[Any], None]) -> None:
-        """Offer services, once, before the start. `add` passes its argument to the generated ``add_…_to_server``
-        functions; the guard wraps every call, also of unknown methods."""
-        services = _Services()
-        add(services)
-        self._server.handlers = {path: guard.guarded(path, handler) for path, handler in services.handlers.items()}
+    def add_generic_rpc_handlers(self, services: Sequence[Any]) -> None:
+        """Collect the handlers of services, for `offer`: the generated ``add_…_to_server`` functions call this."""
+        for service in services:
+            self._offered |= service._method_handlers
+
+    def add_registered_method_handlers(self, service: str, handlers: object) -> None:
+        """Ignore the same handlers, which newer generators pass a second time."""
+
+    def offer(self, guard: Guard) -> None:
+        """Offer the services, once, before the start. The guard wraps every call, also of unknown methods."""
+        self._server.handlers = {path: guard.guarded(path, handler) for path, handler in self._offered.items()}
         self._server.unknown = guard.guarded(UNKNOWN_METHOD, None)
         self._server.add_registered_method_handlers(self._server.handlers)
 
@@ -88,28 +92,9 @@ class Server(aio_server.Server):
             await super().stop(grace)
         except Exception:
             # After such an end the first stop raises the reason before it has finished: stop again.
-            if not self._server.failed.done():
+            if not self.failed.done():
                 raise
             await super().stop(grace)
-
-    async def failed(self) -> BaseException:
-        """Wait until the server ends without a stop. Returns the reason."""
-        error: BaseException = await asyncio.shield(self._server.failed)
-        return error
-
-
-class _Services:
-    """Stands in for a server in the generated `add_…_to_server`: collects handlers by path."""
-
-    def __init__(self) -> None:
-        self.handlers: dict[str, Handler] = {}
-
-    def add_generic_rpc_handlers(self, services: Sequence[Any]) -> None:
-        for service in services:
-            self.handlers |= service._method_handlers
-
-    def add_registered_method_handlers(self, service: str, handlers: object) -> None:
-        """Ignore the same handlers, which newer generators pass a second time."""
 
 
 async def _quietly(handling: Awaitable[None]) -> None:

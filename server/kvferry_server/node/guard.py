@@ -2,9 +2,8 @@
 
 - Errors leave a server only through the guard: typed errors as their status; any other exception as INTERNAL, without
   its text, but with an id that is also in the log.
-- The guard requires deadlines.
-- Before it reads the request, it checks whether the caller may call the method at all; before a handler sees the
-  request, whether the caller may do what the request asks for.
+- Before it reads the request, it checks that the call has a deadline, and whether the caller may call the method at
+  all; before a handler sees the request, whether the caller may do what the request asks for.
 - It limits how many calls run at once, in all and for each host.
 - It ends open streams before the server stops: gRPC would wait for a single open stream for the whole grace.
 - It reads and decodes requests itself (`kvferry_server.node.requests`). So calls can be refused before their requests
@@ -45,16 +44,13 @@ never waits, and operators' tools (`buf curl`, `grpcurl`) send no deadline."""
 
 UNKNOWN_METHOD = "the called method"  # Stands for the path of a call to an unknown method, which is never decoded
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Encode: TypeAlias = Callable[[Any], bytes]
-Work: TypeAlias = Callable[[Context, str], Awaitable[Any]]
-"""What a call does, given its context and the caller's host."""
+Work: TypeAlias = Callable[[Context, str], Awaitable[Any]]  # What a call does, given its context and the caller's host
 
 PAGED_ANSWERS = frozenset({KV_TRANSFER + "Handshake"})
 """Streams that carry one answer in several messages. Their requests may be as large as those of unary calls."""
 
 WAITING = frozenset({KV_TRANSFER + "ReadBlocks"})
-"""Unary calls that wait for news. They count as streams, so that they keep no other calls out. The drain of the home
-ends their waits."""
+"""Unary calls that wait for news. They count as streams, so that they keep no other calls out."""
 
 
 class Guard:
@@ -62,9 +58,8 @@ class Guard:
 
     Attributes:
         calls, streams: the budgets of running calls, by host. Streams, and calls that wait, are counted apart, so that
-            they do not keep renewals and reports out. A host may start a call as long as it then has at most as
-            many calls as are free: a single host gets half, each of two a third, and one call is always free for a host
-            that has none. Callers on the UNIX socket cannot be told apart and may have all.
+            they do not keep renewals and reports out. A single host gets half, each of two a third, and one call is
+            always free for a host that has none. Callers on the UNIX socket cannot be told apart and may have all.
         answers: the budget of large answers that clients have not taken yet.
     """
 
@@ -81,6 +76,8 @@ class Guard:
         self.streams = Budget(streams, 1)
         self.answers = Budget(MAX_PENDING_ANSWERS, 0)
         self.requests = requests
+        self.budgets = {"calls": self.calls, "streams": self.streams, "answers": self.answers}
+        self.budgets["requests"] = requests.memory
         self._access = access
         self._counts = counts or CallCounts()
         self._traced = traced
@@ -88,14 +85,17 @@ class Guard:
         self._ending = False
 
     def guarded(self, method: str, handler: Handler | None) -> Handler:
-        """Wrap the handler of a method; without a handler, make one that refuses calls.
-
-        The requests of the guarded handler are a stream, whatever the method has: otherwise gRPC reads the request
-        before it calls the handler. A single answer stays single: gRPC sends it in one piece with the status.
-        """
+        """Wrap the handler of a method; without a handler, make one that refuses calls. The requests of the guarded
+        handler are a stream, whatever the method has: otherwise gRPC reads the request before it calls the handler. A
+        single answer stays single: gRPC sends it in one piece with the status."""
         if handler is None:
+
+            async def refuse(context: Context, host: str) -> None:
+                await self.requests.raw(context, host)
+                raise _not_offered(method)
+
             # The names of unknown methods come from strangers, so they do not become labels of metrics.
-            refusing = self._limited(method, "unknown", self.calls, partial(self._refuse, method), timed=True)
+            refusing = self._limited(method, "unknown", self.calls, refuse, timed=True)
             return grpc.stream_unary_rpc_method_handler(refusing)
         work, waits = self._work(method, handler), method in WAITING
         if handler.unary_unary is not None:
@@ -105,11 +105,6 @@ class Guard:
         call = self._limited(method, method[1:], self.streams, stream, timed=method in PAGED_ANSWERS)
         encode = _encoder(handler.response_serializer)
         return grpc.stream_stream_rpc_method_handler(self._traced(method, call), None, encode)
-
-    @property
-    def budgets(self) -> dict[str, Budget]:
-        memory = self.requests.memory
-        return {"calls": self.calls, "streams": self.streams, "answers": self.answers, "requests": memory}
 
     def end_streams(self) -> None:
         """End all open and later streams with DRAINING."""
@@ -123,20 +118,19 @@ class Guard:
             await asyncio.wait(tuple(self._open), timeout=timeout)
         return not self._open
 
-    async def _refuse(self, method: str, context: Context, host: str) -> None:
-        await self.requests.raw(context, host)
-        raise _not_offered(method)
-
     def _work(self, method: str, handler: Handler) -> Work:
         """Read, check and answer a call. Returns the encoded answer of a unary call."""
         behaviour: Any = handler.unary_unary or handler.unary_stream or handler.stream_stream
         decode, encode = handler.request_deserializer, _encoder(handler.response_serializer)
+        needs_deadline = method.startswith(KV_TRANSFER) and method not in WITHOUT_DEADLINE
 
         async def work(context: Context, host: str) -> bytes | None:
             held: HeldRequest | None = None
             answer, write = None, context.write
             try:
-                self._admit(method, context)
+                if needs_deadline and context.time_remaining() is None:
+                    raise DeadlineRequired(f"{method} needs a deadline: set a timeout for the call")
+                self._access.admit(method, context)
                 request: Any = self.requests.each(decode, context, host)
                 if not handler.request_streaming:
                     request, held = await self.requests.read(method, decode, context, host)
@@ -166,13 +160,14 @@ class Guard:
             self._open.add(task)
             try:
                 if self._ending:
-                    raise _draining()
+                    raise asyncio.CancelledError
                 await work(context, host)
             except asyncio.CancelledError:
                 # Either the client has left, or the server ends its streams.
                 if not self._ending:
                     raise
-                raise _draining() from None
+                message = "this node server is draining: it serves again when kvferryd has been restarted"
+                raise ServerDraining(message) from None
             finally:
                 self._open.discard(task)
 
@@ -233,13 +228,6 @@ class Guard:
 
         on_end(context, sent)
 
-    def _admit(self, method: str, context: Context) -> None:
-        """Raise an error if the caller may not make the call, whatever the request says."""
-        needs_deadline = method.startswith(KV_TRANSFER) and method not in WITHOUT_DEADLINE
-        if needs_deadline and context.time_remaining() is None:
-            raise DeadlineRequired(f"{method} needs a deadline: set a timeout for the call")
-        self._access.admit(method, context)
-
     async def _abort(self, context: Context, method: str, reason: str, error: Exception) -> NoReturn:
         if self._counts.events is not None:
             values = error.values if isinstance(error, KvferryError) else {}
@@ -273,13 +261,8 @@ def _told(error: Exception, method: str) -> KvferryError:
 
 
 def _not_offered(method: str) -> NotImplementedHere:
-    return NotImplementedHere(
-        f"this node server does not offer {method}: is it another version than the caller?", what=method
-    )
-
-
-def _draining() -> ServerDraining:
-    return ServerDraining("this node server is draining: it serves again when kvferryd has been restarted")
+    message = f"this node server does not offer {method}: is it another version than the caller?"
+    return NotImplementedHere(message, what=method)
 
 
 async def _drive(answer: AsyncGenerator[Any, None] | Awaitable[None], write: Callable[[Any], Awaitable[None]]) -> None:
@@ -308,7 +291,7 @@ async def _taken(context: Context, sending: Awaitable[None]) -> None:
         timer.cancel()
 
 
-def _encoder(encode: Any) -> Encode:
+def _encoder(encode: Any) -> Callable[[Any], bytes]:
     """Let bytes through an encoder: messages that many clients get are encoded only once."""
     return lambda message: message if isinstance(message, bytes) else encode(message)
 

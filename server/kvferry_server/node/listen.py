@@ -14,10 +14,9 @@ import os
 import socket
 import stat
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -35,42 +34,23 @@ class CannotListen(KvferryError):
         super().__init__(f"cannot listen on {address}: {problem}", address=address, problem=problem)
 
 
-class Listener(ABC):
-    """An address that this process has from `listen` until `stop`, and its gRPC server, which the caller offers
-    services on and starts. Belongs to one event loop."""
-
-    def __init__(self, address: Address, options: Sequence[tuple[str, Any]]) -> None:
-        self.address = address
-        self.server = Server(options)
-
-    @abstractmethod
-    def listen(self) -> None:
-        """Take the address, so that clients can connect, and wait. From here on `address` has its real port. Raises
-        `CannotListen`."""
-
-    async def stop(self, grace: float) -> None:
-        """Stop the server after at most `grace` seconds for calls in progress, and release the address. May be called
-        again, to hurry an earlier call."""
-        await self.server.stop(grace)
-
-
-class UnixListener(Listener):
-    """A UNIX socket, and the lock that reserves its path."""
+class UnixListener(Server):
+    """A server on a UNIX socket, which it has from `listen` until `stop`, with the lock that reserves its path."""
 
     def __init__(self, path: Path, options: Sequence[tuple[str, Any]]) -> None:
-        super().__init__(Address(path=str(path)), options)
+        super().__init__(options)
+        self.address = Address(path=str(path))
         self._path = path
         self._lock = path.with_name(path.name + ".lock")
-        # gRPC binds to this path, and the socket is renamed once its mode is right. So the real path never has a socket
-        # that too many users can connect to.
+        # gRPC binds to this path. The socket is renamed once its mode is right, so that nobody else can connect before.
         self._new = path.with_name("." + path.name)
         self._lock_fd = -1
         self._bound = False
         _unix_listeners.add(self)
 
     def listen(self) -> None:
-        """Raises `CannotListen` if another server has the path, if a file that is no socket is there, or if its
-        directory is not usable or not safe."""
+        """Take the path, so that clients can connect, and wait. Raises `CannotListen` if another server has it, if a
+        file that is no socket is there, or if its directory is not usable or not safe."""
         if len(os.fsencode(self._new)) > MAX_SOCKET_PATH:
             raise CannotListen(self.address, f"the path may have at most {MAX_SOCKET_PATH - 1} bytes")
         try:
@@ -80,26 +60,30 @@ class UnixListener(Listener):
             raise CannotListen(self.address, why) from None
         self._check_directory()
         self._acquire()
-        self._check_clear()
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(self._path.lstat().st_mode):
+                raise CannotListen(self.address, "a file that is not a socket is there")
+            # No other process holds the lock, so no server listens on the socket: a killed server left it.
+            logger.info("replacing %s, which a killed server left", self._path)
         try:
-            self.server.add_insecure_port(f"unix:{self._new}")
-        except RuntimeError as error:
-            raise CannotListen(self.address, str(error)) from None
-        try:
-            self._open_to_directory()
+            self.add_insecure_port(f"unix:{self._new}")
+            # Users who may enter the directory may connect.
+            self._new.chmod(0o666)
+            if self._path.parent.stat().st_mode & 0o001:
+                told = "every user of this host can connect to %s, because every user may enter its directory %s"
+                logger.warning(told, self._path, self._path.parent)
             self._new.rename(self._path)
-        except OSError as error:
-            raise CannotListen(self.address, f"{error.strerror}") from None
+        except (OSError, RuntimeError) as error:
+            raise _cannot_bind(self.address, error) from None
         self._bound = True
 
-    async def stop(self, grace: float) -> None:
+    async def stop(self, grace: float | None) -> None:
         await super().stop(grace)
         if self._lock_fd < 0:
             return
         if self._bound:
             self._path.unlink(missing_ok=True)
-        # Removed while locked: a server that waits for the lock has opened a file that is no longer at the path, and
-        # notices that (see _acquire).
+        # While locked: a server that waits for the lock notices that its file is no longer at the path (`_acquire`).
         self._lock.unlink(missing_ok=True)
         self.forget()
 
@@ -117,19 +101,21 @@ class UnixListener(Listener):
             if not outer & stat.S_IWOTH or inner == inner.parent:
                 continue
             if not outer & stat.S_ISVTX:
-                raise CannotListen(
-                    self.address, f"everybody may exchange files in {inner.parent}: set another path, or chmod o-w it"
-                )
+                why = f"everybody may exchange files in {inner.parent}: set another path, or chmod o-w it"
+                raise CannotListen(self.address, why)
             with contextlib.suppress(FileNotFoundError):
                 if inner.lstat().st_uid not in (0, os.geteuid()):
-                    raise CannotListen(
-                        self.address,
-                        f"{inner} is another user's, in a directory that everybody may write to: set another path",
-                    )
+                    why = f"{inner} is another user's, in a directory that everybody may write to: set another path"
+                    raise CannotListen(self.address, why)
 
     def _acquire(self) -> None:
+        # Nothing is read or written. It must not follow links, nor block on a pipe.
+        flags = os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         while True:
-            fd = self._open_lock()
+            try:
+                fd = os.open(self._lock, flags, 0o600)
+            except OSError as error:
+                raise CannotListen(self.address, f"{self._lock}: {error.strerror}") from None
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -142,55 +128,40 @@ class UnixListener(Listener):
             os.close(fd)
         self._lock_fd = fd
 
-    def _open_lock(self) -> int:
-        # Nothing is read or written. It must not follow links, nor block on a pipe.
-        flags = os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        try:
-            return os.open(self._lock, flags, 0o600)
-        except OSError as error:
-            raise CannotListen(self.address, f"{self._lock}: {error.strerror}") from None
 
-    def _check_clear(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            if not stat.S_ISSOCK(self._path.lstat().st_mode):
-                raise CannotListen(self.address, "a file that is not a socket is there")
-            # No other process holds the lock, so no server listens on the socket: a killed server left it.
-            logger.info("replacing %s, which a killed server left", self._path)
-
-    def _open_to_directory(self) -> None:
-        """Let users who may enter the socket's directory connect."""
-        self._new.chmod(0o666)
-        if self._path.parent.stat().st_mode & 0o001:
-            logger.warning(
-                "every user of this host can connect to %s, because every user may enter its directory %s",
-                self._path,
-                self._path.parent,
-            )
-
-
-class TcpListener(Listener):
-    """A TCP address, with TLS if there are credentials."""
+class TcpListener(Server):
+    """A server on a TCP address, with TLS if there are credentials."""
 
     def __init__(
         self, address: Address, options: Sequence[tuple[str, Any]], credentials: grpc.ServerCredentials | None
     ) -> None:
-        super().__init__(address, options)
+        super().__init__(options)
+        self.address = address
         self._credentials = credentials
 
     def listen(self) -> None:
-        """Raises `CannotListen` if the port is in use, or the address is not of this host. Port 0: a free one."""
+        """Take the address, whose port 0 means a free one; from here on it has the real port. Raises `CannotListen` if
+        the port is in use, or the address is not of this host."""
         address = str(self.address)
         try:
             _check_free(self.address)
             if self._credentials is None:
-                port = self.server.add_insecure_port(address)
+                port = self.add_insecure_port(address)
             else:
-                port = self.server.add_secure_port(address, self._credentials)
-        except OSError as error:
-            raise CannotListen(self.address, error.strerror or str(error)) from None
-        except RuntimeError as error:
-            raise CannotListen(self.address, str(error)) from None
+                port = self.add_secure_port(address, self._credentials)
+        except (OSError, RuntimeError) as error:
+            raise _cannot_bind(self.address, error) from None
         self.address = Address(host=self.address.host, port=port)
+
+
+Listener: TypeAlias = UnixListener | TcpListener
+"""A gRPC server and its address, for one event loop. The caller offers services on it and starts it. `stop` releases
+the address, and may be called again, to hurry an earlier call."""
+
+
+def _cannot_bind(address: Address, error: OSError | RuntimeError) -> CannotListen:
+    # gRPC raises RuntimeError.
+    return CannotListen(address, (error.strerror if isinstance(error, OSError) else "") or str(error))
 
 
 def _check_free(address: Address) -> None:

@@ -25,7 +25,7 @@ class Listings:
     def __init__(self, directory: Directory, home: Home, labels: Mapping[str, str], ttl: float) -> None:
         self._directory = directory
         self._home = home
-        self._labels = dict(labels)
+        self._labels = labels
         self._ttl = ttl
         self._stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._running = asyncio.create_task(self._run(), name="kvferry-listings")
@@ -49,7 +49,7 @@ class Listings:
         for ref, first in engines:
             model = first.identity.get(MODEL, "") if first is not None else ""
             fits = model and model.isprintable() and len(model.encode()) <= MAX_NAME_BYTES
-            labels = {**({MODEL: model} if fits else {}), **self._labels}
+            labels = {MODEL: model, **self._labels} if fits else self._labels
             listed.append(Listing(ref.engine_id, self._home.advertise, ref.incarnation, labels))
         return tuple(listed)
 
@@ -58,7 +58,7 @@ class Listings:
         loop = asyncio.get_running_loop()
         wanted: tuple[Listing, ...] = ()
         listed: tuple[Listing, ...] | None = None  # None: unknown, at the start and after a failed attempt
-        published, failing, pause, due = False, False, 0.0, 0.0
+        failing, pause, due = False, 0.0, 0.0
         while not self._stopping.done():
             # A draining home keeps its listings until it stops.
             if not self._home.draining:
@@ -78,11 +78,9 @@ class Listings:
                 else:
                     if failing:
                         logger.info("engines are listed again in %s", self._directory.name)
-                    published, failing, listed, pause = True, False, wanted, self._ttl / 3
+                    failing, listed, pause = False, wanted, self._ttl / 3
                 due = loop.time() + pause
             await asyncio.wait([self._stopping], timeout=min(LISTING_POLL, pause))
-        if not published:
-            return
         try:
             await asyncio.to_thread(self._directory.withdraw)
         except Exception as error:

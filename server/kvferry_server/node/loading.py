@@ -1,8 +1,7 @@
-"""Loads the settings of a node server, and explains wrong ones with their origin.
+"""Loads the settings of a node server and the policy file, and explains wrong ones with their origin.
 
-Flags win over the environment (``KVFERRYD_…``), which wins over a TOML file (``--config``), which wins over the
-defaults. An error names the setting, its value and the value's origin; `kvferryd --check-config` prints all three for
-every setting, and checks the files that settings name, and memory.
+Flags win over the environment (``KVFERRYD_…``), which wins over a TOML file (``--config``), which wins over defaults.
+`kvferryd --check-config` prints every setting with its value and origin, and checks files and memory.
 """
 
 from __future__ import annotations
@@ -13,26 +12,27 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
-from pydantic import ByteSize, ValidationError
+from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, ValidationError
 
-from kvferry._directory.file import parse_toml
-from kvferry._wire.channel import read_tls
+from kvferry._directory.opening import parse_toml
+from kvferry._wire.channel import TlsConfig, read_tls
 from kvferry.errors import InvalidField, KvferryError
-from kvferry_server.node.certificates import check_in_time, validity
+from kvferry_server.node.certificates import check_in_time
 from kvferry_server.node.config import ENV_PREFIX, GROUPS, NodeConfig, shown
 from kvferry_server.node.limits import WORKING_MEMORY
 from kvferry_server.node.memory import memory_limit
-from kvferry_server.node.policy_file import read_policy
+from kvferry_server.servicers.access import ANYBODY, EVERY, Grant, Policy, Rule
 
 CONFIG_FILE = ENV_PREFIX + "CONFIG"
 OF_KUBERNETES = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_\w+)=.*|\w+_PORT=\w+://.*")
-"""Variables, ``NAME=VALUE``, that Kubernetes sets in every container beside a Service whose name begins with
-kvferryd."""
+"""Variables, ``NAME=VALUE``, that Kubernetes sets in containers if a Service has a name that begins with kvferryd."""
+
+MAX_RULES = 1000  # Each call of a caller whose roles are limited looks at all rules
 
 
 class BadConfig(KvferryError):
@@ -65,9 +65,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         if name in GROUPS:
             group = parser.add_argument_group(GROUPS[name])
         default = "none" if field.default in (None, "") else "no" if field.default is False else field.default
-        metavar = next(
-            (each for each in field.metadata if isinstance(each, str)), of_types.get(field.annotation, "FILE")
-        )
+        of_type = of_types.get(field.annotation, "FILE")
+        metavar = next((each for each in field.metadata if isinstance(each, str)), of_type)
         options: dict[str, Any] = {"metavar": metavar}
         if field.annotation is bool:
             options = {"action": argparse.BooleanOptionalAction}
@@ -102,8 +101,7 @@ def config_file(flag: str | None) -> Path | None:
 
 
 def unread_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each variable that is probably meant for kvferryd, but that it does not read. Values are
-    not shown."""
+    """Return a sentence, without its value, for each variable that is probably meant for kvferryd, but not read."""
     known = {ENV_PREFIX + name.upper() for name in NodeConfig.model_fields} | {CONFIG_FILE}
     # The names of settings may have any case.
     given = {name.upper() for name in environment}
@@ -161,38 +159,91 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 def file_problems(loaded: Loaded) -> list[str]:
     """Return a line for each unusable file: the setting, its value and origin, and the expected value."""
-    config = loaded.config
-    tls, policy = config.tls, config.policy
-    problems: list[InvalidField] = []
-    try:
-        if tls is not None:
-            check_in_time(tls, validity(read_tls(tls), tls), time.time())
-    except InvalidField as error:
-        problems.append(error)
-    try:
-        if policy is not None:
-            read_policy(policy)
-    except InvalidField as error:
-        problems.append(error)
-    return [
-        f"{error.values['field']} is {error.values['value']} (from {loaded.origins[error.values['field']]}): "
-        f"expected {error.values['expected']}"
-        for error in problems
-    ]
+    tls, policy = loaded.config.tls, loaded.config.policy
+    checks: list[Callable[[], object]] = []
+    if tls is not None:
+        checks.append(lambda: _check_tls(tls))
+    if policy is not None:
+        checks.append(lambda: read_policy(policy))
+    lines = []
+    for check in checks:
+        try:
+            check()
+        except InvalidField as error:
+            name, value, expected = (error.values[key] for key in ("field", "value", "expected"))
+            lines.append(f"{name} is {value} (from {loaded.origins[name]}): expected {expected}")
+    return lines
+
+
+def _check_tls(tls: TlsConfig) -> None:
+    read_tls(tls)
+    check_in_time(tls, time.time())
 
 
 def memory_problems(loaded: Loaded) -> list[str]:
-    """Return a line if the settings let the process take more memory than it may have: the kernel would kill it before
-    its limits refuse anything."""
+    """Return a line if the settings let the process take more memory than it may have: the kernel would kill it."""
     config, limit = loaded.config, memory_limit()
     needed = config.home_memory + WORKING_MEMORY
     if needed <= limit:
         return []
     return [
-        f"memory is {_mib(config.home_memory)} (from {loaded.origins['memory']}): with {_mib(WORKING_MEMORY)} for what "
-        f"it works on, kvferryd may take {_mib(needed)}, and its cgroup or host lets it have {_mib(limit)}"
+        f"memory is {config.home_memory >> 20} MiB (from {loaded.origins['memory']}): with {WORKING_MEMORY >> 20} MiB "
+        f"for what it works on, kvferryd may take {needed >> 20} MiB, and its cgroup or host lets it have "
+        f"{limit >> 20} MiB"
     ]
 
 
-def _mib(size: int) -> str:
-    return f"{size >> 20} MiB"
+def _can_fit_a_name(pattern: str) -> str:
+    if pattern.partition(":")[0].upper() in ("DNS", "URI"):
+        raise ValueError(f"{pattern!r} has openssl's prefix: write the name alone")
+    if not pattern.isascii():
+        raise ValueError(f"{pattern!r}: names in certificates are ASCII: write an international one as xn--…")
+    parts = pattern.split("/" if ":" in pattern else ".")
+    if sum(ANYBODY in part for part in parts) > 1 or any(ANYBODY in part and part != ANYBODY for part in parts):
+        raise ValueError(f"{pattern!r}: ** may stand once, as a whole part of the name")
+    return pattern
+
+
+_Pattern: TypeAlias = Annotated[str, Field(min_length=1)]  # An empty one would fit nothing
+
+
+class _Rule(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    identities: list[Annotated[_Pattern, AfterValidator(_can_fit_a_name)]] = Field(min_length=1)
+    engine: list[_Pattern] = []
+    reader: list[_Pattern] = []
+    relay: list[_Pattern] = []
+    observer: bool = False
+    admin: bool = False
+
+    def rule(self) -> Rule:
+        observer, admin = (EVERY,) * self.observer, (EVERY,) * self.admin
+        grant = Grant(tuple(self.engine), tuple(self.reader), tuple(self.relay), observer, admin)
+        return Rule(tuple(self.identities), grant)
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    # A file without rules would refuse every caller: more likely it is still being written.
+    rule: list[_Rule] = Field(min_length=1, max_length=MAX_RULES)
+
+
+def read_policy(path: Path) -> Policy:
+    """Read a policy file. An identity that no rule matches may do nothing. Raises `InvalidField`, of the setting
+    `policy`, if the file cannot be read, is not TOML, or is not a valid policy."""
+    try:
+        found = _File.model_validate(parse_toml(path.read_text()))
+    except OSError as error:
+        raise InvalidField("policy", str(path), f"a readable file ({error.strerror})") from None
+    except ValidationError as error:
+        problems = error.errors()
+        # A missing field comes first, but often its name is only misspelt: the unknown field tells the operator more.
+        detail = next((each for each in problems if each["type"] == "extra_forbidden"), problems[0])
+        where = ".".join(str(part + 1) if isinstance(part, int) else part for part in detail["loc"])
+        problem = "no such field" if detail["type"] == "extra_forbidden" else detail["msg"]
+        raise InvalidField("policy", str(path), f"a policy; {where}: {problem}") from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidField("policy", str(path), f"a policy in TOML ({error})") from None
+    return Policy(everyone=Grant(), rules=tuple(rule.rule() for rule in found.rule))

@@ -2,8 +2,7 @@
 
 gRPC's library knows neither the format of the log nor a limit, and reports failed TLS handshakes nowhere else. So file
 descriptor 2 of kvferryd is a pipe, and a second process logs what comes out of it (`NativeLog`), also the last words of
-a crash. This is for kvferryd only: the stderr of a process that embeds a node server (`kvferry.serve`) belongs to that
-process.
+a crash. The stderr of a process that embeds a node server (`kvferry.serve`) belongs to that process.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ from typing import NoReturn
 from kvferry_server.domain.journal import EventLog
 from kvferry_server.domain.times import BOOT
 
-CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != 9} | {
-    0x2028: "\\u2028",
-    0x2029: "\\u2029",
-}
+CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != 9}
+CONTROL |= {0x2028: "\\u2028", 0x2029: "\\u2029"}
 """Escapes of characters that begin a new line or control a terminal. Names in messages come from strangers."""
 
 MOST_LINE = 2048  # Bytes of a line that are logged; longer lines are cut
@@ -53,8 +50,16 @@ ALL_REASONS = ("no_certificate", "untrusted", "expired", "not_tls", "version", "
 
 def set_up_logging(level: str, form: str) -> None:
     """Log to stderr, from a level on; `form` is ``text`` or ``json``."""
+    formatter: logging.Formatter = TextLines("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if form == "json":
+        # Imported here, because only this format needs the package.
+        from pythonjsonlogger.json import JsonFormatter
+
+        names = {"asctime": "time", "levelname": "level", "name": "logger"}
+        text = "%(asctime)s %(levelname)s %(name)s %(message)s"
+        formatter = JsonFormatter(text, rename_fields=names, datefmt="%Y-%m-%dT%H:%M:%S%z")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_json_lines() if form == "json" else TextLines())
+    handler.setFormatter(formatter)
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(True)
     # gRPC logs its polling at lower levels, once per call.
@@ -65,23 +70,9 @@ def set_up_logging(level: str, form: str) -> None:
 class TextLines(logging.Formatter):
     """One line for each message; the stack of an error follows it."""
 
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
-
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Escape control characters, so that no name in the line ends it early."""
+        # No name in the line may end it early.
         return super().formatMessage(record).translate(CONTROL)
-
-
-def _json_lines() -> logging.Formatter:
-    # Imported here, because only this format needs the package.
-    from pythonjsonlogger.json import JsonFormatter
-
-    return JsonFormatter(
-        "%(asctime)s %(levelname)s %(name)s %(message)s",
-        rename_fields={"asctime": "time", "levelname": "level", "name": "logger"},
-        datefmt="%Y-%m-%dT%H:%M:%S%z",
-    )
 
 
 class NativeLog:
@@ -162,18 +153,14 @@ class NativeLog:
         level, source, said = found.groups()
         handshake = HANDSHAKE.match(said)
         if handshake is not None:
+            # An error of BoringSSL, and its detail, which does not explain most errors.
             error, detail = handshake[1] or "", handshake[2] or ""
-            reason = handshake_reason(error, detail)
+            if error == UNVERIFIED:
+                reason = "expired" if "expired" in detail or "not yet valid" in detail else "untrusted"
+            else:
+                reason = REASONS.get(error) or ("rejected_by_peer" if "_ALERT_" in error else "other")
             self._counts[ALL_REASONS.index(reason)] += 1
-            # The detail of most other errors does not explain them.
             fields = {"reason": reason, "problem": detail if error == UNVERIFIED else error or said}
             events.write(logging.WARNING, "handshake_failed", fields, kind=f"handshake_failed {reason}")
         elif OF_VERBOSITY not in said and (verbose or level != "I"):
             events.write(LEVELS[level], "grpc", {"source": source, "text": said}, kind=f"grpc {source}")
-
-
-def handshake_reason(error: str, detail: str) -> str:
-    """Return one of `ALL_REASONS` for an error of BoringSSL; both arguments may be empty."""
-    if error == UNVERIFIED:
-        return "expired" if "expired" in detail or "not yet valid" in detail else "untrusted"
-    return REASONS.get(error) or ("rejected_by_peer" if "_ALERT_" in error else "other")

@@ -1,7 +1,6 @@
 """The command `kvferryd`: runs one node server until a signal stops it.
 
-SIGTERM and SIGINT drain it; a second one stops it at once. SIGHUP reads the policy and the TLS files again; other
-settings need a restart.
+SIGTERM and SIGINT drain it; a second one stops it at once. SIGHUP reads the policy and the TLS files again.
 Exit codes: 0 after a drain, 1 if it could not start or failed, 2 for wrong settings.
 """
 
@@ -139,8 +138,12 @@ async def _serve(loaded: Loaded, native: NativeLog) -> None:
     from kvferry_server.node.limits import DRAIN_STREAMS, STOP_MARGIN
     from kvferry_server.node.server import NodeServer
 
-    signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+    signals: asyncio.Queue[signal.Signals | None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
+
+    def ended(_: object) -> None:
+        signals.put_nowait(None)
+
     # By default SIGHUP ends the process without a drain, for example when a terminal closes.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, signals.put_nowait, number)
@@ -166,7 +169,8 @@ async def _serve(loaded: Loaded, native: NativeLog) -> None:
     _tell_systemd(*ready)
 
     failed = asyncio.ensure_future(server.failed())
-    while (received := await _next_signal(signals, failed)) is signal.SIGHUP:
+    failed.add_done_callback(ended)
+    while (received := await signals.get()) is signal.SIGHUP:
         now = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
         _tell_systemd("RELOADING=1", f"MONOTONIC_USEC={now}")
         logger.info("SIGHUP: reading the policy and the TLS files again; other settings need a restart")
@@ -181,6 +185,7 @@ async def _serve(loaded: Loaded, native: NativeLog) -> None:
         # Raises the reason.
         await failed
         return
+    failed.remove_done_callback(ended)
     failed.cancel()
     drain = loaded.config.drain
     # Otherwise systemd kills the process when its own time for a stop is over.
@@ -188,7 +193,8 @@ async def _serve(loaded: Loaded, native: NativeLog) -> None:
     _tell_systemd("STOPPING=1", f"STATUS=draining for at most {drain:g} s", f"EXTEND_TIMEOUT_USEC={longest:.0f}")
     logger.info("%s: draining for at most %g s", received.name, drain)
     drained = asyncio.ensure_future(server.stop())
-    while (again := await _next_signal(signals, drained)) is signal.SIGHUP:
+    drained.add_done_callback(ended)
+    while (again := await signals.get()) is signal.SIGHUP:
         pass
     if again is not None:
         logger.warning("%s while draining: stopping at once", again.name)
@@ -200,25 +206,10 @@ async def _serve(loaded: Loaded, native: NativeLog) -> None:
     logger.info("stopped")
 
 
-async def _next_signal(signals: asyncio.Queue[signal.Signals], ending: asyncio.Future[None]) -> signal.Signals | None:
-    """Wait for the next signal. Returns None if `ending` has ended before."""
-    coming = asyncio.ensure_future(signals.get())
-    both: list[asyncio.Future[Any]] = [coming, ending]
-    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-    if coming.done():
-        return coming.result()
-    coming.cancel()
-    return None
-
-
 def _tell_systemd(*lines: str) -> None:
     """Report the state of this process, in systemd's protocol for units of `Type=notify`, if the environment names a
-    socket (`NOTIFY_SOCKET`).
-
-    Written here because a report is one datagram: systemd's own binding needs a compiler and systemd's headers, and the
-    pure-Python packages are not maintained. Never raises and never waits: a service manager that is gone or busy is no
-    reason to stop serving.
-    """
+    socket (`NOTIFY_SOCKET`). Never raises and never waits: a service manager that is gone or busy is no reason to stop
+    serving. Written here, because systemd's own binding needs a compiler, and pure-Python ones are not maintained."""
     path = os.environ.get("NOTIFY_SOCKET", "")
     if not path:
         return

@@ -49,8 +49,7 @@ def use_few_arenas() -> None:
 
 async def give_back(worked_on: Callable[[], int], held: Callable[[], int]) -> None:
     """Give memory back to the system after a node server has freed much of it, until cancelled. `worked_on` returns the
-    bytes of all requests so far, which were freed when they were answered; `held` returns the bytes that the home
-    holds."""
+    bytes of all requests so far, which were freed with their answers; `held` those that the home holds now."""
     worked_on_before = most_held = 0
     again = False
     while True:

@@ -2,11 +2,10 @@
 
 - A method takes no more bytes than the contract allows.
 - The decoded size of a request is found before decoding (`decoded_size`), is bounded by the size on the wire, and is
-  taken from a budget that hosts share.
-- Of requests that take much memory, each host has one at a time. The worker thread decodes them.
-- A request holds a slot of its host while it is read, a large request until it is decoded. If requests had to wait for
-  slow ones, a few slow request bodies would keep a host's renewals out until its leases are lost. So a call whose peer
-  sends nothing while others wait for a slot fails with `LimitReached` and a retry delay.
+  taken from a budget that hosts share. Of requests that take much memory, each host has one at a time.
+- A request holds a slot of its host while it is read, a large request until it is decoded. A call whose peer sends
+  nothing while others wait for a slot fails with `LimitReached` and a retry delay: otherwise a few slow request bodies
+  would keep a host's renewals out until its leases are lost.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ INTROSPECTION = "/kvferry.v1.Introspection/"
 KV_TRANSFER = "/kvferry.v1.KVTransfer/"
 
 GEOMETRIES = frozenset({KV_TRANSFER + "RegisterCache", KV_TRANSFER + "Handshake", INTROSPECTION + "PlanRead"})
-"""Calls that carry geometries: large, and worked on for seconds. They have separate request slots, so that no other
-calls wait for them."""
+"""Calls that carry geometries: large, and worked on for seconds. They have request slots of their own."""
 
 MAX_REQUEST_BYTES = {
     **dict.fromkeys(GEOMETRIES, MAX_MESSAGE_BYTES),
@@ -67,11 +65,9 @@ class Arrivals:
 
     async def read(self, context: Any) -> tuple[Any, bool]:
         """Wait for a slot, first come first served, and read a call's next request. Returns the undecoded request, or
-        `grpc.aio.EOF`, and whether it is large: then the caller still has the slot and must release it.
-
-        Raises `LimitReached` if other calls needed the slot before the request came, and `InvalidField` if it did not
-        arrive within `REQUEST_TIMEOUT`.
-        """
+        `grpc.aio.EOF`, and whether it is large: then the caller still has the slot and must release it. Raises
+        `LimitReached` if other calls needed the slot before the request came, and `InvalidField` if it did not arrive
+        within `REQUEST_TIMEOUT`."""
         loop = asyncio.get_running_loop()
         self._waiting += 1
         try:
@@ -99,8 +95,7 @@ class Arrivals:
                 self.slots.release()
 
     def _end_slow(self) -> None:
-        """End calls that have waited too long for their requests, as many as other calls wait for slots, now and as
-        long as calls wait."""
+        """End calls that wait too long for their requests, as many as calls wait for slots, as long as they wait."""
         self._timer = None
         if not self._waiting:
             return
@@ -110,20 +105,16 @@ class Arrivals:
             if loop.time() < reading.since + SLOW_PEER_TIMEOUT:
                 look_again = reading.since + SLOW_PEER_TIMEOUT
                 break
-            slow = LimitReached(
+            message = (
                 f"requests: this host has all {self._most} requests that are read at once, others of it wait, and this "
-                "call's peer was slow",
-                retry_after=RETRY_AFTER,
-                limit="requests",
-                value=self._most,
+                "call's peer was slow"
             )
-            self._end(reading, slow)
+            self._end(reading, LimitReached(message, retry_after=RETRY_AFTER, limit="requests", value=self._most))
         self._timer = loop.call_at(look_again, self._end_slow)
 
     def _end_late(self, reading: _Reading) -> None:
-        self._end(
-            reading, InvalidField("request", "unfinished", f"a request that arrives within {REQUEST_TIMEOUT:g} s")
-        )
+        expected = f"a request that arrives within {REQUEST_TIMEOUT:g} s"
+        self._end(reading, InvalidField("request", "unfinished", expected))
 
     def _end(self, reading: _Reading, why: KvferryError) -> None:
         # Both timers may fire in one step of the event loop.
@@ -165,15 +156,11 @@ class HeldRequest:
 
 
 class Requests:
-    """The requests of one listener. Belongs to one event loop.
-
-    `memory` is the budget of decoded requests; `worked_on` counts the bytes of all requests so far, refused ones
-    included, but no small ones.
-    """
+    """The requests of one listener. Belongs to one event loop."""
 
     def __init__(self, worker: Worker, time_slices: TimeSlices) -> None:
-        self.memory = Budget(limits.MAX_REQUEST_MEMORY)
-        self.worked_on = 0
+        self.memory = Budget(limits.MAX_REQUEST_MEMORY)  # Of decoded requests
+        self.worked_on = 0  # Bytes of all requests so far, refused ones included, but no small ones
         self._worker = worker
         self._time_slices = time_slices
         self._arriving: WeakValueDictionary[tuple[str, bool], Arrivals] = WeakValueDictionary()

@@ -1,7 +1,4 @@
-"""The node server: listeners, guards, health, reflection, and the home with its servicers.
-
-`kvferryd`, `kvferry.serve()` and the tests all run a `NodeServer`.
-"""
+"""The node server: listeners, guards, health, reflection, and the home with its servicers."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 # Imported for its descriptors: with them tools decode the details of errors.
 from google.rpc import error_details_pb2  # noqa: F401
@@ -25,7 +22,6 @@ from kvferry._directory.directory import checked_home
 from kvferry._directory.opening import open_directory
 from kvferry._wire.channel import MAX_CONNECTIONS, SERVER_OPTIONS
 from kvferry.errors import InternalError, InvalidField
-from kvferry.v1 import admin_pb2, introspection_pb2, kv_transfer_pb2
 from kvferry_server.admin.node_state import CallCounts, NodeState, ShownListener
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.times import BOOT
@@ -38,8 +34,8 @@ from kvferry_server.node.guard import Guard
 from kvferry_server.node.limits import DRAIN_STREAMS, LEASE_POLL
 from kvferry_server.node.listen import CannotListen, Listener, TcpListener, UnixListener
 from kvferry_server.node.listings import Listings
+from kvferry_server.node.loading import read_policy
 from kvferry_server.node.memory import give_back, memory_limit
-from kvferry_server.node.policy_file import read_policy
 from kvferry_server.node.requests import Requests
 from kvferry_server.node.tracing import Tracing, untraced
 from kvferry_server.servicers import add_servicers
@@ -48,25 +44,20 @@ from kvferry_server.servicers.callers import names_of, nobody
 from kvferry_server.servicers.relay import Relays
 
 if TYPE_CHECKING:
+    import grpc
+
     from kvferry_server.admin.service import AdminService
 
 logger = logging.getLogger(__name__)
 
-SERVICES = (
-    kv_transfer_pb2.DESCRIPTOR.services_by_name["KVTransfer"].full_name,
-    introspection_pb2.DESCRIPTOR.services_by_name["Introspection"].full_name,
-    admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
-)
-
+SERVICES = ("kvferry.v1.KVTransfer", "kvferry.v1.Introspection", "kvferry.v1.Admin")
 OFFERED = (*SERVICES, HEALTH, REFLECTION)
 
 
 class NodeServer:
-    """A node server; `start` and `stop` it once each. Not thread-safe: it belongs to the event loop that starts it.
-
-    The UNIX socket and the TCP port have a gRPC server each, with separate limits, so that neither starves the other.
-    `failed_handshakes` returns the numbers of failed TLS handshakes by reason; None: they are not counted.
-    """
+    """A node server; `start` and `stop` it once each. Not thread-safe: it belongs to the event loop that starts it. The
+    UNIX socket and the TCP port have a gRPC server each, with separate limits, so that neither starves the other.
+    `failed_handshakes` returns the numbers of failed TLS handshakes by reason; None: they are not counted."""
 
     home: Home  # Set by `start`
     _driver: asyncio.Task[None]  # Runs the home; set by `start`
@@ -90,8 +81,7 @@ class NodeServer:
         self._tracing: Tracing | None = None
 
     async def start(self) -> None:
-        """Reserve the addresses and start to serve. Raises `CannotListen`, or `InvalidField` if settings contradict
-        each other, or if a TLS file or the policy cannot be used."""
+        """Start to serve. Raises `CannotListen`, or `InvalidField` for settings, a TLS file or the policy."""
         try:
             await self._start()
         except BaseException:
@@ -152,17 +142,13 @@ class NodeServer:
     async def failed(self) -> None:
         """Wait until the server cannot go on because of a bug, then raise `InternalError`: the home's timers have
         stopped, so that nothing would be released, or a gRPC server has ended."""
-        servers = [asyncio.create_task(listener.server.failed()) for listener in self._listeners]
-        running = [self._driver, *servers]
-        try:
-            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in servers:
-                task.cancel()
+        servers = [listener.failed for listener in self._listeners]
+        running: list[asyncio.Future[Any]] = [self._driver, *servers]
+        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         if self._driver.done():
             cause = None if self._driver.cancelled() else self._driver.exception()
             raise InternalError("the home has stopped") from cause
-        raise InternalError("gRPC's server has ended") from next(task.result() for task in servers if task.done())
+        raise InternalError("gRPC's server has ended") from next(each.result() for each in servers if each.done())
 
     async def drain(self) -> None:
         """Take no new work from now on; live work goes on, see `Home.drain`. `stop` ends the server. Idempotent."""
@@ -277,14 +263,12 @@ class NodeServer:
         requests = Requests(self._worker, self.home.time_slices)
         traced = untraced if self._tracing is None else self._tracing.traced
         guard = Guard(config.max_calls, config.max_streams, access, requests, state.calls, traced)
-
-        def add_services(server: Any) -> None:
-            add_servicers(server, self.home, relays, self._worker, names, drain=self.drain, call_limits=limits)
-            add_HealthServicer_to_server(self._health, server)
-            reflection: Any = reflection_pb2_grpc
-            reflection.add_ServerReflectionServicer_to_server(reflection_aio.ReflectionServicer(OFFERED), server)
-
         self._guards.append(guard)
-        listener.server.offer(guard, add_services)
-        await listener.server.start()
+        # The stubs do not know that a listener is grpc's server, nor the type of the reflection's module.
+        server, reflection = cast("grpc.aio.Server", listener), cast("Any", reflection_pb2_grpc)
+        add_servicers(server, self.home, relays, self._worker, names, drain=self.drain, call_limits=limits)
+        add_HealthServicer_to_server(self._health, server)
+        reflection.add_ServerReflectionServicer_to_server(reflection_aio.ReflectionServicer(OFFERED), server)
+        listener.offer(guard)
+        await listener.start()
         state.listeners.append(ShownListener(listener.address, guard.budgets, limits["max_connections"]))

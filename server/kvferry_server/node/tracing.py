@@ -1,11 +1,9 @@
 """Spans of a node server's calls, in the traces that their callers name (``traceparent`` in the metadata).
 
-OpenTelemetry's own instrumentation of gRPC wraps ``grpc.aio.server()``, but this node server accepts its calls itself
-(`kvferry_server.node.grpc_server`). So the spans are made here, around each guarded handler. Calls without a
-traceparent have no span: a node server begins no trace.
-
-Only this file imports OpenTelemetry, and only if `trace_endpoint` is set. Spans wait in a bounded queue, and a
-background thread sends them: neither a slow collector nor a flood of traced calls holds up the event loop.
+OpenTelemetry's own instrumentation of gRPC wraps ``grpc.aio.server()``, but this node server accepts its calls itself.
+So the spans are made here, around each guarded handler; calls without a traceparent have none. Spans wait in a bounded
+queue, and a background thread sends them: neither a slow collector nor a flood of traced calls holds up the event loop.
+Only this file imports OpenTelemetry, and only if `trace_endpoint` is set.
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ from kvferry.errors import InvalidField
 from kvferry_server.servicers.callers import Context, traceparent_of
 
 Behaviour: TypeAlias = Callable[[Any, Any], Any]
-Traced: TypeAlias = Callable[[str, Behaviour], Behaviour]
-"""Wraps the handler of a method, given its path."""
+Traced: TypeAlias = Callable[[str, Behaviour], Behaviour]  # Wraps the handler of a method, given its path
 
 CLOSE_TIMEOUT = 2.0  # Seconds for sending the last spans when the server stops
 
@@ -36,10 +33,8 @@ def _without_headers(record: logging.LogRecord) -> bool:
 
 class Tracing:
     """Records the calls of a node server and sends them to an OpenTelemetry collector (OTLP over HTTP). Headers,
-    sampling and the service's name come from the environment, as OpenTelemetry defines (``OTEL_…``).
-
-    Raises `InvalidField` if a package is missing, or if OpenTelemetry's variables contradict each other.
-    """
+    sampling and the service's name come from the environment, as OpenTelemetry defines (``OTEL_…``). Raises
+    `InvalidField` if a package is missing, or if these variables contradict each other."""
 
     def __init__(self, endpoint: str) -> None:
         try:
@@ -56,9 +51,8 @@ class Tracing:
         try:
             self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
         except ValueError as error:
-            raise InvalidField(
-                "trace_endpoint", endpoint, f"variables OTEL_... that fit each other ({error})"
-            ) from None
+            needed = f"variables OTEL_... that fit each other ({error})"
+            raise InvalidField("trace_endpoint", endpoint, needed) from None
         self._tracer = self._provider.get_tracer("kvferryd", kvferry.__version__)
 
     def traced(self, method: str, behaviour: Behaviour) -> Behaviour:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from kvferry_server.admin.problems import (
+from kvferry_server.admin.page import (
     COMES_BACK,
     EXPIRED,
     FAILED,

@@ -70,7 +70,8 @@ def test_certificate_that_is_not_valid_yet_is_used_once_it_is(
     older, newer, restored = (fleet.issue(name) for name in ("older", "newer", "restored"))
     dates = {older: (0.0, 100.0), newer: (50.0, 200.0), restored: (0.0, 55.0)}
     valid = {read_tls(tls): Validity(*between) for tls, between in dates.items()}
-    monkeypatch.setattr("kvferry_server.node.certificates.validity", lambda content, _: valid[content])
+    for module in ("kvferry._wire.tls_files", "kvferry_server.node.certificates"):
+        monkeypatch.setattr(f"{module}.own_validity", lambda tls: valid[read_tls(tls)])
     wall = [40.0]
     certificates = Certificates(replace_files(older, files), lambda: wall[0])
     replace_files(newer, files)

@@ -91,7 +91,8 @@ async def guarded(
 ) -> AsyncIterator[tuple[KVTransferAsyncStub, Servicer, Guard, Any]]:
     guard, servicer = Guard(most, most, TRUSTED, Requests(Worker(), TimeSlices())), Servicer()
     server = Server(SERVER_OPTIONS)
-    server.offer(guard, lambda server: add_KVTransferServicer_to_server(servicer, server))
+    add_KVTransferServicer_to_server(servicer, server)
+    server.offer(guard)
     port = server.add_insecure_port("127.0.0.1:0" if socket is None else f"unix:{socket}")
     await server.start()
     try:

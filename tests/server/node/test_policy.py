@@ -24,8 +24,7 @@ from kvferry.errors import BadReference, InvalidField, KvferryError, NotAllowed,
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
-from kvferry_server.node.loading import BadConfig, configure
-from kvferry_server.node.policy_file import read_policy
+from kvferry_server.node.loading import BadConfig, configure, read_policy
 from kvferry_server.node.server import OFFERED
 from kvferry_server.servicers import access
 from kvferry_server.servicers.access import TABLE, TRUSTED, UNKNOWN_CALLERS, Access, Grant, Policy, Rule
