@@ -19,7 +19,7 @@ from kvferry._prompt import Prompt, check_within
 from kvferry._reads.leased_read import ReadStage, ShareEnd
 from kvferry._reads.leased_reads import LeasedReads
 from kvferry._reads.meters import ReadMeter
-from kvferry.engine.scheduler_read import SchedulerRead, end_of, latest_offer, offer_of, step_of
+from kvferry.engine.scheduler_read import SchedulerRead, end_of, offer_of, step_of
 from kvferry.engine.values import Finished, Grant, GrantStep, Offer, ReadEnd, WorkerOutput
 from kvferry.errors import (
     Closed,
@@ -104,8 +104,7 @@ class Reads(LeasedReads[SchedulerRead]):
     def granted(self, request_id: str) -> Offer | None:
         with self.lock:
             read = self._unrefused(request_id)
-            offer = latest_offer(read)
-            return None if offer is None else replace(offer, timeout=self._left(read))
+            return offer_of(read, self._left(read))
 
     def take_changed(self) -> list[str]:
         """See `SchedulerPort.news`."""
@@ -128,9 +127,12 @@ class Reads(LeasedReads[SchedulerRead]):
     ) -> Grant:
         with self.lock:
             read = self._unrefused(request_id)
-            offer = latest_offer(read)
+            offer = offer_of(read, self._left(read))
             if read.stage is not ReadStage.GRANTED or offer is None:
-                raise _not_attachable(request_id, read.stage)
+                advice = "has its blocks already: attach each request once"
+                if read.stage is ReadStage.WAITING:
+                    advice = "is waiting for its source: attach it after granted() has returned its Offer"
+                raise WrongState(f"request {request_id!r} {advice}", request_id=request_id, stage=read.stage.value)
             offered = offer.blocks()
             if not offer.complete and tokens is None:
                 raise InvalidField("tokens", None, "the tokens to read, since the offer is not complete")
@@ -143,10 +145,10 @@ class Reads(LeasedReads[SchedulerRead]):
                 raise error
             ids = written(self._spec.groups, offered, blocks, tokens, more=not offer.complete)
             read.written = self._writes.begin(read.read_id, ids, allow_overlap=allow_overlap)
-            local = runs_of(blocks)
             read.lost = {name: tuple(listed.ids.tolist()) for name, listed in blocks.items()}
+            grant = offer.attached(runs_of(blocks), tokens, timeout=self._left(read))
             self.begin(read)
-            return offer.attached(local, tokens, timeout=self._left(read))
+            return grant
 
     def grant_steps(self) -> list[GrantStep]:
         with self.lock:
@@ -242,7 +244,7 @@ class Reads(LeasedReads[SchedulerRead]):
 
     def on_granted(self, read: SchedulerRead, acquired: Acquired) -> None:
         self._waiting -= 1
-        read.offer = offer_of(read, acquired)
+        read.granted, read.latest = {runs.group: runs for runs in runs_of(acquired.part.blocks)}, acquired.part
         self._changed[read.request_id] = None
         self.news.tell()
 
@@ -259,9 +261,8 @@ class Reads(LeasedReads[SchedulerRead]):
         self.news.tell()
 
     def on_refused(self, read: SchedulerRead) -> None:
-        if read.offer is None:
+        if read.acquired is None:
             self._waiting -= 1
-        read.offer = None
         self._changed[read.request_id] = None
         self.news.tell()
 
@@ -345,11 +346,3 @@ class Reads(LeasedReads[SchedulerRead]):
             self._waiting -= 1
         self.withdraw(read)
         self._forget(read)
-
-
-def _not_attachable(request_id: str, stage: ReadStage) -> WrongState:
-    if stage is ReadStage.WAITING:
-        message = f"request {request_id!r} is waiting for its source: attach it after granted() has returned its Offer"
-    else:
-        message = f"request {request_id!r} has its blocks already: attach each request once"
-    return WrongState(message, request_id=request_id, stage=stage.value)
