@@ -8,6 +8,7 @@ import struct
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import ClassVar, TypeAlias
 
 import numpy as np
@@ -83,7 +84,7 @@ class Prompt:
         self._tokens = _words(token_ids)
         self.adapter = arguments.text("adapter", adapter)
         given = arguments.several("inputs", inputs, PromptInput, "PromptInputs")
-        self.inputs = tuple(sorted(given, key=_place))
+        self.inputs = tuple(sorted(given, key=attrgetter("offset", "length", "identifier")))
         self.ends: tuple[int, ...] = (self.known,) if self.known else ()
         name = self.adapter.encode()
         begun = hashlib.sha256(_BEGIN + struct.pack("<I", len(name)) + name)
@@ -174,11 +175,6 @@ def check_within(prompt: object, tokens: tuple[int, int] | None) -> None:
     known = arguments.instance("prompt", prompt, Prompt, "a Prompt")
     if known and tokens is not None and tokens[1] > len(known):
         raise InvalidField("tokens", tokens, f"at most the prompt's {len(known)} tokens")
-
-
-def _place(given: PromptInput) -> tuple[int, int, str]:
-    """Sort key of inputs: their order in the digest."""
-    return given.offset, given.length, given.identifier
 
 
 def _words(token_ids: object) -> bytes:
