@@ -53,7 +53,6 @@ class Loop:
         self.now = clock
         self._name = name
         self._events = _Events(clock)
-        self._events.set_exception_handler(_log)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -304,6 +303,9 @@ class _Events(asyncio.BaseEventLoop):
         self._woken.acquire(timeout=-1 if timeout is None else max(0.0, min(timeout, LONGEST_SLEEP)))
         return ()
 
+    def default_exception_handler(self, context: dict[str, Any]) -> None:
+        logger.error("the event loop: %s", context.get("message"), exc_info=context.get("exception"))
+
     def _process_events(self, _: tuple[()]) -> None: ...
 
     def _write_to_self(self) -> None:
@@ -330,7 +332,3 @@ async def _end_others() -> None:
         await asyncio.wait(others, timeout=END_PATIENCE)
     # For the callbacks of the ended coroutines.
     await asyncio.sleep(0)
-
-
-def _log(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    logger.error("the event loop: %s", context.get("message"), exc_info=context.get("exception"))

@@ -8,6 +8,7 @@ import struct
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import ClassVar, TypeAlias
 
@@ -107,7 +108,7 @@ class Prompt:
 
     def __reduce__(self) -> tuple[object, ...]:
         # The states of a digest cannot be pickled.
-        return _unpickled, (self._tokens, self.adapter, self.inputs, self.ends)
+        return partial(Prompt, adapter=self.adapter, inputs=self.inputs), (self.token_ids,), {"ends": self.ends}
 
     @property
     def token_ids(self) -> npt.NDArray[np.uint32]:
@@ -162,12 +163,6 @@ class Prompt:
         digest = self.digest(end)
         marked = _MARK + struct.pack("<Q", end) + digest
         return hmac.digest(arguments.payload("key", key), marked, hashlib.sha256)[:MARK_BYTES]
-
-
-def _unpickled(tokens: bytes, adapter: str, inputs: tuple[PromptInput, ...], ends: tuple[int, ...]) -> Prompt:
-    made = Prompt(np.frombuffer(tokens, "<u4"), adapter=adapter, inputs=inputs)
-    made.ends = ends
-    return made
 
 
 def check_within(prompt: object, tokens: tuple[int, int] | None) -> None:

@@ -24,7 +24,6 @@ from kvferry.engine.values import Finished, Grant, GrantStep, Offer, ReadEnd, Wo
 from kvferry.errors import (
     Closed,
     InvalidField,
-    KvferryError,
     LimitReached,
     PromptMismatch,
     TransferCancelled,
@@ -92,14 +91,10 @@ class Reads(LeasedReads[SchedulerRead]):
             if self._waiting >= self._max_waiting:
                 message = f"{self._waiting} reads wait for their publications"
                 raise LimitReached(message, retry_after=0.1, limit="max_waiting", value=self._waiting)
+            # A hint grants it at once, so it may wait no more when it begins to count.
+            self.start(read)
             self._waiting += 1
             self._by_request[request_id] = self._by_id[read.read_id] = read
-            try:
-                self.start(read)
-            except KvferryError:
-                self._waiting -= 1
-                self._forget(read)
-                raise
 
     def granted(self, request_id: str) -> Offer | None:
         with self.lock:
