@@ -19,7 +19,6 @@ class SchedulerRead(LeasedRead):
         steps: number of the steps that were returned since the attach.
         more: blocks that are neither in the offer nor in a returned step.
         lost: ids of the blocks that the read writes to, by group.
-        withheld: the end of a read that is not quiet yet.
         written: the key of the read's claim on the blocks, see `Writes`.
     """
 
@@ -31,7 +30,6 @@ class SchedulerRead(LeasedRead):
         self.steps = 0
         self.more: list[GrantedPart] = []
         self.lost: dict[str, tuple[int, ...]] = {}
-        self.withheld: ReadEnd | None = None
         self.written: int | None = None
 
 

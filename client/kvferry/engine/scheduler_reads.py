@@ -282,11 +282,9 @@ class Reads(LeasedReads[SchedulerRead]):
     def on_ended(self, read: SchedulerRead) -> None:
         if read.not_quiet:
             self._not_quiet[read] = self._loop.now() + CANCEL_AGAIN
-        end = end_of(read)
         if read.not_quiet and self._hold_until_quiet:
-            read.withheld = end
             return
-        self._ended.append(end)
+        self._ended.append(end_of(read))
         self.news.tell()
         if self._by_request.get(read.request_id) is read:
             del self._by_request[read.request_id]
@@ -294,8 +292,8 @@ class Reads(LeasedReads[SchedulerRead]):
             self._forget(read)
 
     def on_quiesced(self, read: SchedulerRead) -> None:
-        if read.withheld is not None:
-            self._ended.append(replace(read.withheld, quiet=True))
+        if self._hold_until_quiet:
+            self._ended.append(end_of(read))
         else:
             self._quiesced.append(read.request_id)
         self.news.tell()
