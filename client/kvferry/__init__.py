@@ -104,27 +104,15 @@ _NAMES = {
     "aio": ("AsyncClient",),
     "engine": ("SchedulerPort", "WorkerPort"),
     "errors": ("KvferryError",),
-    "geometry": (
-        "Blocks",
-        "EngineGeometry",
-        "Group",
-        "GroupKind",
-        "Interval",
-        "MemoryKind",
-        "MemoryRegion",
-        "Plane",
-        "RankGeometry",
-        "TokenShard",
-        "shard",
-    ),
+    "geometry.blocks": ("Blocks",),
+    "geometry.model": ("EngineGeometry", "Group", "GroupKind", "MemoryRegion", "RankGeometry"),
+    "geometry.plane": ("Interval", "MemoryKind", "Plane", "TokenShard", "shard"),
     "geometry.tensors": ("Holding", "TensorView"),
     "planner": ("Costs", "PathRule", "ReadPlan", "diff", "plan_read"),
 }
 _HOME_OF = {name: module for module, names in _NAMES.items() for name in names}
 
-_MODULES = frozenset(
-    ("aio", "engine", "errors", "geometry", "host_memory", "integrations", "planner", "stats", "testing")
-)
+_MODULES = ("aio", "engine", "errors", "geometry", "host_memory", "integrations", "planner", "stats", "testing")
 
 __all__ = ["__version__", *_HOME_OF]
 

@@ -27,7 +27,8 @@ Value = TypeVar("Value")
 Choice = TypeVar("Choice", bound=Enum)
 
 MOST_SECONDS = 1e8
-"""The longest timeout in seconds, about three years: more would overflow the timeouts of threads and gRPC."""
+"""The longest timeout in seconds, about three years: no wait is without a deadline (R5), and more would overflow the
+timeouts of threads and gRPC."""
 
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 

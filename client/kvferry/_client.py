@@ -30,7 +30,7 @@ from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._wire.channel import TlsConfig, parse_address
 from kvferry._wire.reference import parse_reference
-from kvferry._wire.token import EngineToken
+from kvferry._wire.token import EngineToken, engine_ref
 from kvferry.errors import CacheDiffers, Closed, InvalidField, WrongState
 from kvferry.geometry.model import RankGeometry
 from kvferry.geometry.tensors import Tensor
@@ -251,19 +251,17 @@ class Client(Closing):
         with self._lock:
             if self._closed:
                 return
+            # From now on `_keep` adds nothing.
             self._closed = True
-            caches, watchers = self._caches, list(self._watchers.values())
-            sessions = tuple(self._sessions)
-            ranks = self._locals
-        for cache in caches:
+        for cache in self._caches:
             cache.close()
-        for rank in ranks:
+        for rank in tuple(self._locals):
             # Others ended with their caches.
             if not rank.closed:
                 rank.close(CLOSE_TIMEOUT)
-        for session in sessions:
+        for session in self._sessions:
             session.close()
-        for watcher in watchers:
+        for watcher in self._watchers.values():
             self._loop.run(watcher.close())
         if self._directory is not None:
             self._directory.close()
@@ -287,7 +285,9 @@ class Client(Closing):
             reuse_after = self._loop.run(runtime.register(deadline - self._loop.now()))
         except CacheDiffers as error:
             runtime.abandon()
-            if not self._has_registered(own, rank):
+            with self._lock:
+                known = [runtime_of(cache) for cache in self._caches]
+            if not any(each.rank.rank == rank and engine_ref(each.token) == engine_ref(own) for each in known):
                 raise
             raise WrongState(
                 f"rank {rank} of engine {engine.engine_id!r} is already registered by this process: use the Cache that "
@@ -331,12 +331,6 @@ class Client(Closing):
             )
         session = self.open_engine(spec, timeout=timeout)
         return session, session.token
-
-    def _has_registered(self, token: EngineToken, rank: int) -> bool:
-        with self._lock:
-            runtimes = [runtime_of(cache) for cache in self._caches]
-        engines = {(runtime.token.engine_id, runtime.token.incarnation, runtime.rank.rank) for runtime in runtimes}
-        return (token.engine_id, token.incarnation, rank) in engines
 
     def _watch(self, token: EngineToken, rank: int, timeout: float) -> None:
         """Open the Watch of a rank, unless it is open: for processes without the engine's session, see

@@ -9,9 +9,6 @@ from google.protobuf.duration_pb2 import Duration
 # Only Linux has CLOCK_BOOTTIME; elsewhere the monotonic clock comes closest.
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
-LONGEST = 1e8
-"""Upper bound in seconds of every timeout, about three years: no wait is without a deadline (R5)."""
-
 
 def now() -> float:
     """Return this host's time in seconds. Never compare it with the time of another host."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvferry._arguments import check_fields, label, several, string_map
+from kvferry._arguments import check_fields, integer, label, several, string_map
 from kvferry.errors import InvalidField
 from kvferry.geometry.model import Group
 
@@ -39,8 +39,7 @@ class EngineSpec:
         object.__setattr__(self, "identity", string_map("identity", self.identity))
         check_fields(self)
         label("engine_id", self.engine_id)
-        if self.num_ranks < 1:
-            raise InvalidField("num_ranks", self.num_ranks, "at least 1")
+        integer("num_ranks", self.num_ranks, 1)
         if not self.groups:
             raise InvalidField("groups", self.groups, "at least one group")
         names = [group.name for group in self.groups]

@@ -43,18 +43,16 @@ END_ROUNDS = 3
 
 
 class Loop:
-    """One event loop and its thread, which starts with the first work.
+    """One event loop and its thread, which starts with the first work. `clock` is the time of all timers, in seconds.
 
-    Threading: `call`, `submit`, `run` and `close` may be called from any thread, everything else on the loop only.
-
-    `clock` is the time of all timers, in seconds.
+    Threading: `call`, `submit`, `run` and `close` may be called from any thread, everything else on the loop only. The
+    first three and `on_thread` raise `LimitReached` if the system refuses the thread.
     """
 
     def __init__(self, name: str = "kvferry-loop", clock: Callable[[], float] = now) -> None:
         self.now = clock
         self._name = name
         self._events = _Events(clock)
-        self._events.set_exception_handler(_log)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -71,14 +69,8 @@ class Loop:
         return self._thread is not None
 
     def call(self, work: Callable[[], object]) -> bool:
-        """Do work on the loop soon. An exception of the work is logged.
-
-        Returns:
-            Whether the work will be done: not after `close`.
-
-        Raises:
-            LimitReached: the system refused the thread.
-        """
+        """Do work on the loop soon; return whether it will be done: not after `close`. An exception of the work is
+        logged."""
         if self.here:
             self.soon(work)
             return True
@@ -89,11 +81,7 @@ class Loop:
 
     def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
         """Run a coroutine on the loop. Its result is that of the future; cancelling the future cancels the coroutine.
-
-        Raises:
-            Closed: the loop has ended.
-            LimitReached: the system refused the thread.
-        """
+        Raises `Closed`: the loop has ended."""
         try:
             with self._lock:
                 if self._runs():
@@ -104,12 +92,8 @@ class Loop:
             raise
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine on the loop, and wait for its result. Raises the errors of `submit` and of the coroutine.
-
-        Raises:
-            WrongState: this is the loop's thread, which would wait for itself: a logging handler or a tracing hook has
-                made a call that waits.
-        """
+        """Run a coroutine on the loop, and wait for its result. Raises the errors of `submit` and of the coroutine, and
+        `WrongState` on the loop's thread, which would wait for itself."""
         if self.here:
             coroutine.close()
             raise WrongState("this call waits, and was made by a logging handler or tracing hook on kvferry's own loop")
@@ -133,15 +117,25 @@ class Loop:
     def spawn_turns(self, turn: Callable[[], Awaitable[bool]], what: str) -> asyncio.Task[None]:
         """Take turns beside the running coroutine, until a turn returns False. Any exception of a turn is logged under
         the name `what`; the next turn begins after a pause."""
-        return self.spawn(_take_turns(turn, what), what)
+
+        async def take_turns() -> None:
+            more, pause = True, FIRST_PAUSE
+            while more:
+                try:
+                    more = await turn()
+                    pause = FIRST_PAUSE
+                except (asyncio.CancelledError, GeneratorExit):
+                    raise
+                except BaseException as error:
+                    logger.error("a turn of %s failed", what, exc_info=error)
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, LAST_PAUSE)
+
+        return self.spawn(take_turns(), what)
 
     async def on_thread(self, work: Callable[[], Result], name: str) -> Result:
         """Run work that waits or computes for long on a thread of its own. If the caller is cancelled, the thread goes
-        on, and the result is dropped.
-
-        Raises:
-            LimitReached: the system refused the thread.
-        """
+        on, and the result is dropped."""
         done: Future[Result] = Future()
         # From now on it cannot be cancelled.
         done.set_running_or_notify_cancel()
@@ -149,11 +143,9 @@ class Loop:
 
         def run() -> None:
             try:
-                result = context.run(work)
+                done.set_result(context.run(work))
             except BaseException as error:
                 done.set_exception(error)
-            else:
-                done.set_result(result)
 
         start_thread(run, name)
         return await asyncio.wrap_future(done, loop=self._events)
@@ -240,10 +232,8 @@ class Signal:
 
 
 class News:
-    """A flag that is set with each event, and cleared by a wait. Thread-safe.
-
-    A woken thread or coroutine fetches the new events after the wait, so that none is lost.
-    """
+    """A flag that is set with each event, and cleared by a wait. Thread-safe. A woken thread or coroutine fetches the
+    new events after the wait, so that none is lost."""
 
     def __init__(self) -> None:
         self._told = threading.Event()
@@ -313,6 +303,9 @@ class _Events(asyncio.BaseEventLoop):
         self._woken.acquire(timeout=-1 if timeout is None else max(0.0, min(timeout, LONGEST_SLEEP)))
         return ()
 
+    def default_exception_handler(self, context: dict[str, Any]) -> None:
+        logger.error("the event loop: %s", context.get("message"), exc_info=context.get("exception"))
+
     def _process_events(self, _: tuple[()]) -> None: ...
 
     def _write_to_self(self) -> None:
@@ -330,20 +323,6 @@ def _settle(future: asyncio.Future[Any], result: object) -> None:
         future.set_result(result)
 
 
-async def _take_turns(turn: Callable[[], Awaitable[bool]], what: str) -> None:
-    more, pause = True, FIRST_PAUSE
-    while more:
-        try:
-            more = await turn()
-            pause = FIRST_PAUSE
-        except (asyncio.CancelledError, GeneratorExit):
-            raise
-        except BaseException as error:
-            logger.error("a turn of %s failed", what, exc_info=error)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LAST_PAUSE)
-
-
 async def _end_others() -> None:
     """Cancel all other coroutines of the loop, and wait for their ends: other threads may wait for these."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -353,7 +332,3 @@ async def _end_others() -> None:
         await asyncio.wait(others, timeout=END_PATIENCE)
     # For the callbacks of the ended coroutines.
     await asyncio.sleep(0)
-
-
-def _log(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    logger.error("the event loop: %s", context.get("message"), exc_info=context.get("exception"))

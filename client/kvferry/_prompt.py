@@ -8,6 +8,8 @@ import struct
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from typing import ClassVar, TypeAlias
 
 import numpy as np
@@ -83,7 +85,7 @@ class Prompt:
         self._tokens = _words(token_ids)
         self.adapter = arguments.text("adapter", adapter)
         given = arguments.several("inputs", inputs, PromptInput, "PromptInputs")
-        self.inputs = tuple(sorted(given, key=_place))
+        self.inputs = tuple(sorted(given, key=attrgetter("offset", "length", "identifier")))
         self.ends: tuple[int, ...] = (self.known,) if self.known else ()
         name = self.adapter.encode()
         begun = hashlib.sha256(_BEGIN + struct.pack("<I", len(name)) + name)
@@ -106,7 +108,7 @@ class Prompt:
 
     def __reduce__(self) -> tuple[object, ...]:
         # The states of a digest cannot be pickled.
-        return _unpickled, (self._tokens, self.adapter, self.inputs, self.ends)
+        return partial(Prompt, adapter=self.adapter, inputs=self.inputs), (self.token_ids,), {"ends": self.ends}
 
     @property
     def token_ids(self) -> npt.NDArray[np.uint32]:
@@ -163,22 +165,11 @@ class Prompt:
         return hmac.digest(arguments.payload("key", key), marked, hashlib.sha256)[:MARK_BYTES]
 
 
-def _unpickled(tokens: bytes, adapter: str, inputs: tuple[PromptInput, ...], ends: tuple[int, ...]) -> Prompt:
-    made = Prompt(np.frombuffer(tokens, "<u4"), adapter=adapter, inputs=inputs)
-    made.ends = ends
-    return made
-
-
 def check_within(prompt: object, tokens: tuple[int, int] | None) -> None:
     """Raise `InvalidField` unless an argument is a prompt, and the tokens to read are within the prompt."""
     known = arguments.instance("prompt", prompt, Prompt, "a Prompt")
     if known and tokens is not None and tokens[1] > len(known):
         raise InvalidField("tokens", tokens, f"at most the prompt's {len(known)} tokens")
-
-
-def _place(given: PromptInput) -> tuple[int, int, str]:
-    """Sort key of inputs: their order in the digest."""
-    return given.offset, given.length, given.identifier
 
 
 def _words(token_ids: object) -> bytes:

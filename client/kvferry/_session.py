@@ -11,7 +11,7 @@ from kvferry._control.home_session import HomeSession
 from kvferry._control.publications import Publication, Release
 from kvferry._control.publish import Publish, PublishMore
 from kvferry._control.questions import Question
-from kvferry._forks import Closing
+from kvferry._forks import Closing, OneProcess
 from kvferry._wire.outcomes import MissReason
 from kvferry._wire.token import EngineToken
 
@@ -37,13 +37,8 @@ class SessionPublishMore(_Waiting, PublishMore):
     """The arguments of `EngineSession.publish_more`."""
 
 
-class EngineSession(Closing):
-    """The session of one incarnation of an engine with its home: publishes blocks, and reports their releases.
-
-    Made by `Client.open_engine`, in one process of the engine.
-
-    Threading: every method may be called from any thread. `publish`, `publish_more` and `abort` make an RPC and wait
-    for its answer; `released` waits for at most its `timeout`.
+class EngineCalls(OneProcess):
+    """The calls that an engine's session has in common with its `SchedulerPort`, also in asyncio; all return at once.
 
     Attributes:
         spec: the engine.
@@ -55,13 +50,33 @@ class EngineSession(Closing):
 
     @property
     def token(self) -> EngineToken:
-        """The token with which the engine's other processes join it. Secret."""
+        """The token with which the engine's other processes join it. Secret; pass ``str(token)`` in an environment
+        variable."""
         return self._session.token
 
     @property
     def engine_reference(self) -> str:
-        """The engine's reference, which routers give to readers for `Cache.warm`. A capability."""
+        """The engine's reference, which routers give to readers for `Cache.warm` and `WorkerPort.warm`. A
+        capability."""
         return self.token.engine_reference
+
+    def miss(self, question: Question, reason: MissReason) -> None:
+        """Answer a question with nothing. Does nothing for a question that has ended.
+
+        Raises:
+            InvalidField: an argument has the wrong type, or the reason is NO_ANSWER, which only homes give.
+        """
+        self._session.miss(question, reason)
+
+
+class EngineSession(EngineCalls, Closing):
+    """The session of one incarnation of an engine with its home: publishes blocks, and reports their releases.
+
+    Made by `Client.open_engine`, in one process of the engine.
+
+    Threading: every method may be called from any thread. `publish`, `publish_more` and `abort` make an RPC and wait
+    for its answer; `released` waits for at most its `timeout`.
+    """
 
     @arguments.takes(SessionPublish)
     def publish(self, given: SessionPublish) -> Publication:
@@ -100,8 +115,7 @@ class EngineSession(Closing):
             WrongState: the publication is complete, or was released.
             KvferryError: see `publish`.
         """
-        timeout = arguments.seconds("timeout", given.timeout)
-        self._session.publish_more(given, timeout)
+        self._session.publish_more(given, arguments.seconds("timeout", given.timeout))
 
     def abort(self, publication: Publication, timeout: float = CALL_TIMEOUT) -> None:
         """Withdraw a publication: the home refuses new reads. The blocks stay pinned until `released` returns the
@@ -126,11 +140,6 @@ class EngineSession(Closing):
         """Return the questions of other engines since the last call, each exactly once; see `SchedulerPort.questions`
         for the answers. Waits at most `timeout` seconds for the first one."""
         return self._session.questions(arguments.seconds("timeout", timeout, zero=True))
-
-    def miss(self, question: Question, reason: MissReason) -> None:
-        """Answer a question with nothing, without a wait. Does nothing for a question that has ended. Raises
-        `InvalidField` for other arguments, and for the reason NO_ANSWER, which only homes give."""
-        self._session.miss(question, reason)
 
     def unreleased(self) -> tuple[Publication, ...]:
         """Return the publications whose blocks are still pinned."""

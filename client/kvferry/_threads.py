@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvferry._logs import Log
 from kvferry.errors import LimitReached
@@ -50,14 +50,8 @@ def guarded(work: Callable[[], object], what: str) -> bool:
 
 def settle(future: Future[Result], result: Result | BaseException) -> None:
     """End a future with a result or an error. Its callbacks belong to the application, and are guarded."""
-
-    def end() -> None:
-        if isinstance(result, BaseException):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
-
-    guarded(end, "a callback of a future")
+    end: Callable[[Any], None] = future.set_exception if isinstance(result, BaseException) else future.set_result
+    guarded(lambda: end(result), "a callback of a future")
 
 
 def no_thread(what: str) -> LimitReached:

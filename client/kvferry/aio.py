@@ -20,16 +20,14 @@ from kvferry._client import Client
 from kvferry._directory.directory import Directory
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing, OneProcess
-from kvferry._session import EngineSession
-from kvferry._wire.token import EngineToken
-from kvferry.engine.scheduler import MAX_WAITING, SchedulerPort
+from kvferry._session import EngineCalls, EngineSession, home_session_of
+from kvferry.engine.scheduler import MAX_WAITING, SchedulerCalls, SchedulerPort
 
 Sync = TypeVar("Sync", bound=Closing)
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 Wrapped = TypeVar("Wrapped")
 Made = TypeVar("Made", bound="_Async[Any]")
-Engine = TypeVar("Engine", bound="EngineSession | SchedulerPort")
 
 
 class _Async(OneProcess, Generic[Sync]):
@@ -69,14 +67,12 @@ def _on_thread(
     return call
 
 
-def _wrapped(
-    method: Callable[Concatenate[_Async[Sync], Given], Coroutine[Any, Any, Result]], made: Callable[[Result], Wrapped]
-) -> Callable[Concatenate[_Async[Sync], Given], Coroutine[Any, Any, Wrapped]]:
+def _then(method: Callable[Given, Result], made: Callable[[Result], Wrapped]) -> Callable[Given, Wrapped]:
     """Make a method that wraps the result of another method."""
 
     @wraps(method)
-    async def call(self: _Async[Sync], /, *given: Given.args, **options: Given.kwargs) -> Wrapped:
-        return made(await method(self, *given, **options))
+    def call(*given: Given.args, **options: Given.kwargs) -> Wrapped:
+        return made(method(*given, **options))
 
     return call
 
@@ -93,54 +89,36 @@ def _awaited(
     return call
 
 
-class _AsyncEngine(_Async[Engine]):
-    """Wraps the session or the scheduler's port of an engine."""
-
-    def __init__(self, sync: Engine) -> None:
-        super().__init__(sync)
-        self.spec = sync.spec
-
-    @property
-    def token(self) -> EngineToken:
-        """The token with which the engine's other processes join it. Secret."""
-        return self.sync.token
-
-    @property
-    def engine_reference(self) -> str:
-        """The engine's reference, which routers give to readers for warming up. A capability."""
-        return self.sync.engine_reference
-
-
-class AsyncSession(_AsyncEngine[EngineSession]):
+class AsyncSession(EngineCalls, _Async[EngineSession]):
     """`EngineSession` for an event loop. Made by `AsyncClient.open_engine`; `AsyncCache.session` returns one too.
+
+    `publish`, `publish_more`, `abort`, `released`, `questions`, `unreleased` and `close` are awaited; `releases` is
+    iterated with ``async for``; `miss` returns at once.
 
     Attributes:
         sync: the synchronous session.
         spec: the engine.
     """
 
+    def __init__(self, session: EngineSession) -> None:
+        super().__init__(home_session_of(session))
+        self.sync = session
+
     publish = _on_thread(EngineSession.publish)
-    """Publish a request's blocks. See `EngineSession.publish`."""
     publish_more = _on_thread(EngineSession.publish_more)
-    """Publish the next blocks of a publication. See `EngineSession.publish_more`."""
     abort = _on_thread(EngineSession.abort)
-    """Withdraw a publication. See `EngineSession.abort`."""
     released = _on_thread(EngineSession.released)
-    """Return the publications released since the last call. See `EngineSession.released`."""
     releases = _direct(EngineSession.releases)
-    """Yield releases as they come. See `EngineSession.releases`."""
     questions = _on_thread(EngineSession.questions)
-    """Return the questions of other engines since the last call. See `EngineSession.questions`."""
-    miss = _direct(EngineSession.miss)
-    """Answer a question with nothing. See `EngineSession.miss`."""
     unreleased = _on_thread(EngineSession.unreleased)
-    """Return the publications whose blocks are still pinned. See `EngineSession.unreleased`."""
     close = _on_thread(EngineSession.close)
-    """End the session. See `EngineSession.close`."""
 
 
 class AsyncCache(_Async[Cache]):
     """`Cache` for an event loop. Made by `AsyncClient.register_cache`.
+
+    `checksum`, `warm` and `close` are awaited; `read`, `fetch`, `prepare` and `gauges` return at once, and the reads
+    that the first two return are awaited.
 
     Attributes:
         sync: the synchronous cache.
@@ -162,23 +140,18 @@ class AsyncCache(_Async[Cache]):
         return self.sync.engine_reference
 
     read = _direct(Cache.read)
-    """Start to read a publication; await the read that this returns. See `Cache.read`."""
     fetch = _direct(Cache.fetch)
-    """Ask an engine for a prefix, and read it; await the read that this returns. See `Cache.fetch`."""
     checksum = _awaited(Cache.checksum)
-    """Send checksums of published blocks to the home; the number of sums sent. See `Cache.checksum`."""
     prepare = _direct(Cache.prepare)
-    """Make the NIXL agents for reading now. Returns at once. See `Cache.prepare`."""
     warm = _awaited(Cache.warm)
-    """Connect to a source engine ahead of the first read; the source ranks to connect to. See `Cache.warm`."""
     gauges = _direct(Cache.gauges)
-    """Return the current state of this rank's data plane."""
     close = _on_thread(Cache.close)
-    """Cancel the reads and end the NIXL agents. See `Cache.close`."""
 
 
 class AsyncClient(_Async[Client]):
     """`kvferry.Client` for an event loop. Arguments and errors are the same.
+
+    `open_engine`, `register_cache`, `decline` and `close` are awaited; `stats` returns at once.
 
     Threading: make and use it on one event loop. Its methods never block the loop.
 
@@ -196,26 +169,25 @@ class AsyncClient(_Async[Client]):
         return self.sync.directory
 
     stats = _direct(Client.stats)
-    """Return the counts and measurements of this client. See `Client.stats`."""
-    open_engine = _wrapped(_on_thread(Client.open_engine), AsyncSession)
-    """Start a new incarnation of an engine, and open its session. See `Client.open_engine`."""
-    register_cache = _wrapped(_on_thread(Client.register_cache), AsyncCache)
-    """Register a rank's cache with NIXL and at the node server. See `Client.register_cache`."""
+    open_engine = _on_thread(_then(Client.open_engine, AsyncSession))
+    register_cache = _on_thread(_then(Client.register_cache, AsyncCache))
 
     decline = _on_thread(Client.decline)
-    """Decline a publication at its home. See `Client.decline`."""
     close = _on_thread(Client.close)
-    """Cancel the reads, and end NIXL agents, sessions and connections. See `Client.close`."""
 
 
-class AsyncSchedulerPort(_AsyncEngine[SchedulerPort]):
-    """`SchedulerPort` for an event loop. Made by `open`. Workers use `WorkerPort`, whose calls during an engine's run
-    return at once.
+class AsyncSchedulerPort(SchedulerCalls, _Async[SchedulerPort]):
+    """`SchedulerPort` for an event loop, with the same calls, of which `close` and `until_news` are awaited. Made by
+    `open`. Workers use `WorkerPort`, whose calls during an engine's run return at once.
 
     Attributes:
         sync: the synchronous port.
         spec: the engine.
     """
+
+    def __init__(self, port: SchedulerPort) -> None:
+        super().__init__(port._session, port._holder, port._reads)
+        self.sync = port
 
     @classmethod
     async def open(
@@ -231,45 +203,4 @@ class AsyncSchedulerPort(_AsyncEngine[SchedulerPort]):
         make = partial(SchedulerPort, hold_until_quiet=hold_until_quiet, max_waiting=max_waiting, timeout=timeout)
         return cls(await asyncio.to_thread(make, client.sync, spec))
 
-    publish = _direct(SchedulerPort.publish)
-    """Publish a request's blocks. See `SchedulerPort.publish`."""
-    publish_more = _direct(SchedulerPort.publish_more)
-    """Publish the next blocks of a publication. See `SchedulerPort.publish_more`."""
-    abort = _direct(SchedulerPort.abort)
-    """Withdraw a publication. See `SchedulerPort.abort`."""
-    released = _direct(SchedulerPort.released)
-    """Return the publications released since the last call. See `SchedulerPort.released`."""
-    acquire = _direct(SchedulerPort.acquire)
-    """Start to acquire a publication. See `SchedulerPort.acquire`."""
-    granted = _direct(SchedulerPort.granted)
-    """Return the source's blocks for a request once its lease is granted. See `SchedulerPort.granted`."""
-    ask = _direct(SchedulerPort.ask)
-    """Ask an engine for what it has cached of a prompt. See `SchedulerPort.ask`."""
-    questions = _direct(SchedulerPort.questions)
-    """Return the questions of other engines since the last call. See `SchedulerPort.questions`."""
-    miss = _direct(SchedulerPort.miss)
-    """Answer a question with nothing. See `SchedulerPort.miss`."""
-    news = _direct(SchedulerPort.news)
-    """Return the requests for which `granted` has a new result. See `SchedulerPort.news`."""
-    attach = _direct(SchedulerPort.attach)
-    """Give a granted request the blocks to read into. See `SchedulerPort.attach`."""
-    grant_steps = _direct(SchedulerPort.grant_steps)
-    """Return the blocks that sources have published since. See `SchedulerPort.grant_steps`."""
-    decline = _direct(SchedulerPort.decline)
-    """Decline a publication at its home. See `SchedulerPort.decline`."""
-    cancel = _direct(SchedulerPort.cancel)
-    """Cancel the read of a request. See `SchedulerPort.cancel`."""
-    collect = _direct(SchedulerPort.collect)
-    """Take the report of a worker. See `SchedulerPort.collect`."""
-    cancels = _direct(SchedulerPort.cancels)
-    """Return the read_ids to cancel on every worker. See `SchedulerPort.cancels`."""
-    finished = _direct(SchedulerPort.finished)
-    """Return the reads that have ended on all ranks. See `SchedulerPort.finished`."""
-    stats = _direct(SchedulerPort.stats)
-    """Return the counts of this engine's publications and reads. See `SchedulerPort.stats`."""
     close = _on_thread(SchedulerPort.close)
-    """End the engine's session. See `SchedulerPort.close`."""
-
-    async def until_news(self, timeout: float) -> bool:
-        """Wait until there may be news. See `SchedulerPort.wait_news`."""
-        return await self.sync.until_news(timeout)

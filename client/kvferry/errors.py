@@ -489,5 +489,4 @@ def from_reason(
     return None if cls is None else cls.rebuilt(message, values, retry_after)
 
 
-_NAMES = sorted(_BY_NAME)
-__all__ = [*_NAMES, "Mismatch", "from_name", "from_reason"]
+__all__ = [*sorted(_BY_NAME), "Mismatch", "from_name", "from_reason"]

@@ -17,7 +17,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric as Family
 
 SECONDS = (0.0001, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Bounds for durations, from a plan of a short request to the longest timeout of a read."""
@@ -57,6 +60,29 @@ class Metric:
     def full_name(self) -> str:
         """The name as Prometheus shows it."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
+
+    def family(self, found: Iterable[tuple[tuple[str, ...], Any]], common: tuple[str, ...] = ()) -> Family:
+        """Return the metric as Prometheus collects it; needs the package prometheus-client.
+
+        `found` has numbers and distributions, or mappings to these by the values of the metric's labels, each with the
+        values of the `common` labels, which stand before the metric's own.
+        """
+        from prometheus_client import core
+        from prometheus_client.utils import floatToGoString
+
+        made: Any = getattr(core, f"{self.kind.title()}MetricFamily")(
+            self.name, self.documentation, labels=(*common, *self.labels)
+        )
+        for labels, value in found:
+            samples: Mapping[Any, Any] = {**dict.fromkeys(self.values, 0), **value} if self.labels else {(): value}
+            for key, sample in samples.items():
+                own = (*labels, *map(shown, key if isinstance(key, tuple) else (key,)))
+                if isinstance(sample, Distribution):
+                    buckets = [(floatToGoString(bound), float(count)) for bound, count in sample.up_to()]  # type: ignore[no-untyped-call]
+                    made.add_metric(own, buckets, sample.sum)
+                else:
+                    made.add_metric(own, sample)
+        return made  # type: ignore[no-any-return]
 
 
 def shown(value: object) -> str:
@@ -288,7 +314,7 @@ class ClientStats:
 
 METRICS = {
     f"{part}.{name}": metric
-    for part, kind in (("reads", ReadStats), ("ranks", RankStats), ("source", SourceStats), ("calls", CallStats))
+    for part, kind in get_type_hints(ClientStats).items()
     for name, metric in metrics_of(kind).items()
 }
 """All metrics of a client, by their paths in `ClientStats`, such as ``ranks.bytes``."""

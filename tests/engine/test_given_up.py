@@ -123,7 +123,7 @@ def by_port(fabric: Fabric) -> tuple[Publication, Callable[[], Any], Callable[[]
     port, worker = SchedulerPort(client, SPEC), WorkerPort(client, SPEC)
     worker.register({"layer": np.zeros((2, 32, 1, 16, 4), np.float32)}, axes=AXES)
     publication = port.publish("request", {"full": Blocks([1])})
-    until(lambda: not port._publications._sender._messages)
+    until(lambda: not port._session._sender._messages)
     return publication, lambda: port.abort(publication), port.released
 
 

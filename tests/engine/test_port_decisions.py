@@ -362,13 +362,15 @@ class Scheduler:
     """A scheduler's port above recorders."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reads, self.publishing, self.session, self.holder = Recorder(), Recorder(), Recorder(), Recorder()
+        self.reads, self.publishing, self.holder = Recorder(), Recorder(), Recorder()
         self.made: list[tuple[Any, ...]] = []
         heard: list[object] = []
-        vars(self.publishing).update(block_use=SimpleNamespace(writes=lambda: "writes"), on_question=heard.append)
+        self.token = SimpleNamespace(engine_reference="engine")
+        vars(self.publishing).update(spec=SPEC, token=self.token, on_question=heard.append)
+        vars(self.publishing).update(block_use=SimpleNamespace(writes=lambda: "writes"))
         vars(self.reads).update(news=SimpleNamespace(tell="told"))
         self.heard = heard
-        vars(self.session).update(token="token", engine_reference="engine", _session=self.publishing)
+        session = SimpleNamespace(_session=self.publishing)
 
         def made(*arguments: Any, **options: Any) -> Recorder:
             self.made.append((*arguments, options))
@@ -377,7 +379,7 @@ class Scheduler:
         monkeypatch.setattr("kvferry.engine.scheduler.Reads", made)
         runtime = SimpleNamespace(loop="loop", lease_holder=lambda _: self.holder, reads="meter")
         monkeypatch.setattr("kvferry.engine.scheduler.client_runtime_of", lambda _: runtime)
-        self.below = SimpleNamespace(register_cache=None, open_engine=lambda *_, **__: self.session)
+        self.below = SimpleNamespace(register_cache=None, open_engine=lambda *_, **__: session)
 
     def port(self, **options: Any) -> SchedulerPort:
         return SchedulerPort(Clients(self.below), SPEC, **options)
@@ -392,7 +394,7 @@ def test_a_scheduler_refuses_invalid_arguments(scheduler: Scheduler) -> None:
     port = scheduler.port(max_waiting=1, hold_until_quiet=True)
     options = {"hold_until_quiet": True, "meter": "meter"}
     assert scheduler.made == [("loop", SPEC, scheduler.holder, "writes", 1, options)]
-    assert (port.spec, cast(Any, port.token), port.engine_reference) == (SPEC, "token", "engine")
+    assert (port.spec, cast(Any, port.token), port.engine_reference) == (SPEC, scheduler.token, "engine")
     for wrong in ({"max_waiting": 0}, {"max_waiting": "1"}, {"hold_until_quiet": "no"}):
         with pytest.raises(InvalidField, match=next(iter(wrong))):
             scheduler.port(**wrong)
@@ -423,8 +425,8 @@ def test_a_scheduler_refuses_invalid_arguments(scheduler: Scheduler) -> None:
     ):
         with pytest.raises(InvalidField):
             wrong_call()
-    recorders = (scheduler.reads, scheduler.publishing, scheduler.session, scheduler.holder)
-    assert [recorder.calls for recorder in recorders] == [[], [], [], []]
+    recorders = (scheduler.reads, scheduler.publishing, scheduler.holder)
+    assert [recorder.calls for recorder in recorders] == [[], [], []]
 
 
 def test_a_scheduler_passes_its_arguments_on(scheduler: Scheduler) -> None:

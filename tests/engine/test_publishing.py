@@ -228,7 +228,7 @@ def test_a_step_that_a_home_did_not_take_for_long_is_taken_when_the_home_is_back
 def test_a_publication_that_no_home_takes_within_the_hold_is_given_up(
     port: SchedulerPort, calls: Calls, caplog: pytest.LogCaptureFixture
 ) -> None:
-    port._session._session.patience = 0.5
+    port._session.patience = 0.5
     publish(port, 1)
     assert calls.begun.wait(SOON)
     publications = [port.publish("lost", {"full": Blocks([block])}) for block in (2, 3, 4)]
@@ -294,7 +294,7 @@ def test_a_call_without_an_answer_is_repeated_whole(port: SchedulerPort, calls: 
 def test_a_step_that_waits_for_long_ends_no_other(port: SchedulerPort, calls: Calls) -> None:
     publish(port, 1)
     assert calls.begun.wait(SOON)
-    port._session._session.patience = SOON
+    port._session.patience = SOON
     long, short, good = (publish(port, block) for block in (2, 3, 4))
     answers: dict[tuple[int, int], KvferryError] = {
         (1, long): LimitReached("full", retry_after=60.0, limit="x", value=1),
@@ -380,7 +380,7 @@ def test_the_rest_of_a_refused_publication_is_not_sent(port: SchedulerPort, call
     calls.go.set()
     found = all_released(port, 1)
     assert [(release.publication, release.local) for release in found] == [(number, False)]
-    writes = port._session._session.block_use.writes()
+    writes = port._session.block_use.writes()
     writes.begin("read", {"full": Blocks([2, 3]).ids})
     after = publish(port, 4)
     until(lambda: [(after, 0)] in calls.sent)

@@ -41,7 +41,7 @@ def test_a_released_publication_is_not_published_again_to_a_restarted_home(monke
         if released.is_set() and told.resync.phase == pb.RESYNC_PHASE_BEGIN:
             # The refill of the new home has begun, and ends when nothing waits to be sent again.
             begun.set()
-            await asyncio.to_thread(until, lambda: not port._publications._sender._messages)
+            await asyncio.to_thread(until, lambda: not port._session._sender._messages)
         return answers
 
     with Fabric() as fabric:

@@ -247,15 +247,7 @@ TARGETS: dict[str, Target] = {
         },
     ),
     "client/kvferry/engine/worker.py": Target((PORT, PORTS, STEP_ORDERS, PROGRESSIVE)),
-    "client/kvferry/engine/scheduler_read.py": Target(
-        (PORT, ENGINE_READS, PORTS, PROGRESSIVE),
-        {
-            "latest_offer: read.acquired is not None and read.offer.lease_id != read.acquired.lease.lease_id -> "
-            "read.offer.lease_id != read.acquired.lease.lease_id": FOR_THE_TYPE,
-            "latest_offer: read.acquired is not None and read.offer.lease_id != read.acquired.lease.lease_id -> "
-            "read.acquired is not None": "a copy of an offer that is equal",
-        },
-    ),
+    "client/kvferry/engine/scheduler_read.py": Target((PORT, ENGINE_READS, PORTS, PROGRESSIVE)),
     "client/kvferry/planner/plan.py": Target((PARTS, *PLANNER), {"_check_size: 1 -> 0": MANY_LANES}),
     "client/kvferry/_transport/calibration.py": Target((CALIBRATION,)),
     "client/kvferry/_integrity/verifier.py": Target((PARTLY_KNOWN, VERIFIED)),

@@ -30,7 +30,6 @@ SMALL = {
     "_prompt",
     "host_memory",
     "stats",
-    "_exposition",
     "_summaries",
     "_tracing",
 }
@@ -48,7 +47,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_forks": {"errors"},
     "_loop": {"errors", "_clock", "_logs", "_threads"},
     "stats": set(),
-    "_exposition": {"stats"},
     "_tracing": {"errors", "_threads"},
     "geometry": {"errors", "_arguments"},
     "_engine_spec": {"errors", "_arguments", "geometry"},
@@ -112,7 +110,7 @@ FACES = {
     "engine": {*BELOW, "_session", "_cache", "_client"},
     "testing": {*BELOW, "_client", "_network", "aio"},
     # Public modules, see `PRIVATE_TO_INTEGRATIONS`.
-    "integrations": {"errors", "geometry", "engine", "stats", "testing", "_exposition", "_threads", "_tracing"},
+    "integrations": {"errors", "geometry", "engine", "stats", "testing", "_threads", "_tracing"},
     "_doctor": {"errors", "geometry", "planner", "host_memory", "_transport", "_wire", "v1"},
     "_cli": {*MAY_IMPORT, "_session", "_cache", "_client", "engine", "_doctor"},
 }
@@ -122,7 +120,6 @@ PRIVATE_TO_INTEGRATIONS = {
         "kvferry._tracing": "the hook for spans: OpenTelemetry is the one way to trace that is supported",
         "kvferry._threads": "what an application's span processor raises ends no read, as all that it raises elsewhere",
     },
-    "prometheus.py": {"kvferry._exposition": "the node server shows its own metrics by the same lines"},
 }
 """What the integrations import of private modules, by file, and why. They are the proof that the author of an engine
 needs none, so engines are not among them."""
@@ -133,7 +130,6 @@ OF_THE_SDK = (PURE - {"_engine_spec"}) | {
     "_wire",
     "_directory",
     "_clock",
-    "_exposition",
     "_summaries",
     "_tracing",
     "v1",

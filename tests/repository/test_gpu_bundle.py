@@ -26,7 +26,7 @@ ADMIN = {"aiohttp", "prometheus_client"}
 LEFT_OUT = {
     "tests/support/vllm_engine_program.py": {"vllm"},
     "tests/support/vllm_engines.py": {"transformers"},
-    "client/kvferry/_exposition.py": ADMIN,
+    "client/kvferry/stats.py": ADMIN,
     "client/kvferry/_directory/opening.py": {"tomli"},
     "server/kvferry_server/admin/metrics.py": ADMIN,
     "server/kvferry_server/admin/service.py": ADMIN,

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from kvferry import _arguments as arguments
-from kvferry._clock import LONGEST, from_duration
+from kvferry._clock import from_duration
 from kvferry._control.batches import batches
 from kvferry._control.block_use import BlockUse
 from kvferry._control.connection import CALL_TIMEOUT, Control
@@ -182,7 +182,7 @@ class HomeSession:
             left = min(deadline, self._offers.next_deadline) - self._loop.now()
             if found or self.closed or deadline <= self._loop.now():
                 return found
-            self.news.wait(max(0.001, min(LONGEST, left)))
+            self.news.wait(max(0.001, min(arguments.MOST_SECONDS, left)))
 
     def questions(self, timeout: float = 0.0) -> list[Question]:
         deadline = self._loop.now() + timeout
@@ -191,7 +191,7 @@ class HomeSession:
             left = deadline - self._loop.now()
             if found or self.closed or left <= 0:
                 return found
-            self.asked.wait(min(LONGEST, left))
+            self.asked.wait(min(arguments.MOST_SECONDS, left))
 
     def on_question(self, heard: Callable[[], object]) -> None:
         """Call `heard` for each new question, on the client's event loop."""

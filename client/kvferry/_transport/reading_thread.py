@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
-from kvferry._clock import LONGEST
+from kvferry._arguments import MOST_SECONDS
 from kvferry._logs import Log
 from kvferry._transport.nixl_agent import AgentInfo, NixlError, ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
@@ -194,7 +194,7 @@ class ReadingThread:
             if self._parking:
                 # The system closes the agent's connections. To destroy it while it reads could kill the source.
                 self._out_of_nixl.set()
-                time.sleep(LONGEST)
+                time.sleep(MOST_SECONDS)
             busy = self._handle_messages(agent)
             now = self._clock()
             for link in self._links:

@@ -15,7 +15,6 @@ from kvferry._reads.leased_read import ReadTimes as ReadTimes
 from kvferry._reads.leased_read import ShareWork as ShareWork
 from kvferry._wire.publication import Told as Told
 from kvferry.engine.scheduler import SchedulerPort as SchedulerPort
-from kvferry.engine.scheduler import SchedulerStats as SchedulerStats
 from kvferry.engine.values import Finished as Finished
 from kvferry.engine.values import Grant as Grant
 from kvferry.engine.values import GrantStep as GrantStep
@@ -23,5 +22,6 @@ from kvferry.engine.values import Offer as Offer
 from kvferry.engine.values import RankEnd as RankEnd
 from kvferry.engine.values import ReadEnd as ReadEnd
 from kvferry.engine.values import ReadSource as ReadSource
+from kvferry.engine.values import SchedulerStats as SchedulerStats
 from kvferry.engine.values import WorkerOutput as WorkerOutput
 from kvferry.engine.worker import WorkerPort as WorkerPort

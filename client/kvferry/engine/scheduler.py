@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
 
 from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, READ_TIMEOUT
 from kvferry._client import Client, client_runtime_of
 from kvferry._control.acquisition import ReadTerms
+from kvferry._control.home_session import HomeSession
+from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.publications import Publication, Release
 from kvferry._control.publish import Publish, PublishMore
 from kvferry._control.questions import ANSWER_WAIT, AskedPrefix, Question
@@ -17,98 +18,26 @@ from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing
 from kvferry._prompt import Prompt
 from kvferry._reads.leased_read import ReadStage
-from kvferry._session import home_session_of
-from kvferry._wire.outcomes import MissReason
-from kvferry._wire.token import EngineToken
+from kvferry._session import EngineCalls, home_session_of
 from kvferry.engine.scheduler_reads import Reads
-from kvferry.engine.values import Finished, Grant, GrantStep, Offer, WorkerOutput
+from kvferry.engine.values import Finished, Grant, GrantStep, Offer, SchedulerStats, WorkerOutput
 from kvferry.geometry.blocks import Blocks, blocks_by_group
 
 MAX_WAITING = 4096
 """Default of `SchedulerPort`'s `max_waiting`."""
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Counts what one engine has under way. `Client.stats` has the totals since the start.
+class SchedulerCalls(EngineCalls):
+    """The calls of `SchedulerPort` that return at once. `kvferry.aio.AsyncSchedulerPort` has the same.
 
     Attributes:
-        pinned: publications that `SchedulerPort.released` has not returned.
-        waiting, granted, reading, judging: reads in progress, by stage.
-        uncertain: ended reads whose blocks may still be written to.
-    """
-
-    pinned: int
-    waiting: int
-    granted: int
-    reading: int
-    judging: int
-    uncertain: int
-
-    @property
-    def quiet(self) -> bool:
-        """Whether no block is pinned for readers, and no read is in progress or may still write: an engine that takes
-        no new work may use all of its memory for another purpose."""
-        return not any(astuple(self))
-
-
-class SchedulerPort(Closing):
-    """The port of an engine's scheduler: publishes the engine's blocks, and holds the leases of its ranks' reads.
-
-    An engine has one such port, which opens the engine's session and decides whether the bytes of each read count
-    (PROTOCOL, Leases 4). The engine passes the reports of its workers to the port: `WorkerPort.finished` → `collect`.
-
-    Threading: every method may be called from any thread. All but the constructor, `wait_news` and `close` return at
-    once; RPCs and NIXL run on other threads (R11).
-
-    Args:
-        client: the client of this process. The port does not close it.
         spec: the engine.
-        hold_until_quiet: `finished` withholds a failed read until no write to its blocks is possible any more. For
-            engines that cannot set blocks aside.
-        max_waiting: most reads that wait for their publication at once; `acquire` refuses more.
-        timeout: seconds to wait until the session is open.
-
-    Raises:
-        KvferryError: see `Client.open_engine`.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        spec: EngineSpec,
-        *,
-        hold_until_quiet: bool = False,
-        max_waiting: int = MAX_WAITING,
-        timeout: float = OPEN_TIMEOUT,
-    ) -> None:
-        max_waiting = arguments.integer("max_waiting", max_waiting, 1)
-        arguments.flag("hold_until_quiet", hold_until_quiet)
-        self.spec = spec
-        self._session = client.open_engine(spec, timeout=timeout)
-        home_session = self._publications = home_session_of(self._session)
-        runtime = client_runtime_of(client)
-        self._holder = runtime.lease_holder(self._session.token)
-        self._reads = Reads(
-            runtime.loop,
-            spec,
-            self._holder,
-            home_session.block_use.writes(),
-            max_waiting,
-            hold_until_quiet=hold_until_quiet,
-            meter=runtime.reads,
-        )
-        home_session.on_question(self._reads.news.tell)
-
-    @property
-    def token(self) -> EngineToken:
-        """The token with which workers join this engine. Secret; pass ``str(token)`` in an environment variable."""
-        return self._session.token
-
-    @property
-    def engine_reference(self) -> str:
-        """The engine's reference, which routers give to readers for `WorkerPort.warm`. A capability."""
-        return self._session.engine_reference
+    def __init__(self, session: HomeSession, holder: LeaseHolder, reads: Reads) -> None:
+        super().__init__(session)
+        self._holder = holder
+        self._reads = reads
 
     # As a source.
 
@@ -131,32 +60,29 @@ class SchedulerPort(Closing):
                 error nothing is published, and `released` returns nothing.
             Closed: the engine's session has ended.
         """
-        return self._publications.publish(given)
+        return self._session.publish(given)
 
     @arguments.takes(PublishMore)
     def publish_more(self, given: PublishMore) -> None:
-        """Publish the next blocks of a publication that is not complete yet. Each group continues where it ended.
-
-        Args:
-            given: each field of `PublishMore` is an argument of its own: ``publish_more(publication, blocks,
-                last=True)``.
+        """Publish the next blocks of a publication that is not complete yet, as `EngineSession.publish_more` does, but
+        without a `timeout` and a wait.
 
         Raises:
             WrongState: the publication is complete, or was released.
             BadBlock, InvalidField, Closed: see `publish`.
         """
-        self._publications.publish_more(given)
+        self._session.publish_more(given)
 
     def abort(self, publication: Publication) -> None:
         """Withdraw a publication: the home refuses new reads, and `released` returns it when its reads have ended."""
-        self._publications.abort(
+        self._session.abort(
             arguments.instance("publication", publication, Publication, "the Publication that publish returned")
         )
 
     def released(self) -> list[Release]:
         """Return the publications released since the last call, each exactly once (R3): their blocks may be changed and
         freed. Call this in every step."""
-        return self._publications.released()
+        return self._session.released()
 
     def questions(self) -> list[Question]:
         """Return the questions of other engines since the last call, each exactly once: what does this engine have
@@ -167,21 +93,13 @@ class SchedulerPort(Closing):
         before `Question.first_token` on, or with `miss`. The blocks are pinned until `released`, which comes within
         seconds if nobody reads. An engine that answers nothing makes each asker wait for its whole time.
         """
-        return self._publications.questions()
+        return self._session.questions()
 
     def on_question(self, heard: Callable[[], object]) -> None:
         """Call `heard` for each new question, on the client's event loop, which must not wait: a waiting call of
         kvferry there raises `WrongState`. What `heard` raises is logged. For engines that run no steps while they have
         nothing to do."""
-        self._publications.on_question(heard)
-
-    def miss(self, question: Question, reason: MissReason) -> None:
-        """Answer a question with nothing. Does nothing for a question that has ended.
-
-        Raises:
-            InvalidField: an argument has the wrong type, or the reason is NO_ANSWER, which only homes give.
-        """
-        self._publications.miss(question, reason)
+        self._session.on_question(heard)
 
     # As a destination.
 
@@ -203,14 +121,12 @@ class SchedulerPort(Closing):
 
         Args:
             request_id: this engine's name for the request; a request has one read at a time.
-            reference: see `Cache.read`.
-            expected_reads: see `Cache.read`.
+            reference, expected_reads, traceparent: see `Cache.read`.
             progressive: grant the read with the first blocks that the source publishes, and move each further step
                 while the source still computes. The engine then passes on the steps that `grant_steps` returns. If
                 False, the read is granted when the publication is complete.
             timeout: seconds until the read fails, the wait for the publication included (R5). Workers have 10 s more to
                 report the ends of their shares; the error names the ranks that did not.
-            traceparent: see `Cache.read`.
             prompt: the prompt of this request. A publication of another prompt is refused (`PromptMismatch`) as soon as
                 a mark of its source shows this: before bytes move.
 
@@ -245,7 +161,6 @@ class SchedulerPort(Closing):
         tokens, the first 235,000 are asked for.
 
         Args:
-            request_id: see `acquire`.
             engine: the other engine's `SchedulerPort.engine_reference` or `Cache.engine_reference`; or its `Listing`,
                 as ``Listing(engine_id, home)`` or from a directory: whichever engine has this name at this home now.
                 By its name alone a home lets only the holder of a certificate ask that has the role of its reader.
@@ -253,7 +168,7 @@ class SchedulerPort(Closing):
                 ``prompt_check="compare"`` of the client.
             first_token: the first token wanted; what lies before it, this engine has itself.
             wait: seconds to wait for the answer, at most 2.
-            timeout, traceparent, progressive: see `acquire`.
+            request_id, timeout, traceparent, progressive: see `acquire`.
 
         Raises:
             BadReference, HomeNotAllowed, WrongState, LimitReached: see `acquire`.
@@ -373,6 +288,70 @@ class SchedulerPort(Closing):
         this in every step."""
         return self._reads.finished()
 
+    async def until_news(self, timeout: float) -> bool:
+        """Wait like `wait_news`, in asyncio, on any event loop."""
+        return await self._reads.news.arrive(arguments.seconds("timeout", timeout, zero=True))
+
+    def stats(self) -> SchedulerStats:
+        """Return the counts of this engine's publications and reads that are under way."""
+        stages = self._reads.stages()
+        return SchedulerStats(
+            pinned=self._session.pinned(),
+            waiting=stages[ReadStage.WAITING],
+            granted=stages[ReadStage.GRANTED],
+            reading=stages[ReadStage.READING],
+            judging=stages[ReadStage.JUDGING],
+            uncertain=stages[ReadStage.ENDED],
+        )
+
+
+class SchedulerPort(SchedulerCalls, Closing):
+    """The port of an engine's scheduler: publishes the engine's blocks, and holds the leases of its ranks' reads.
+
+    An engine has one such port, which opens the engine's session and decides whether the bytes of each read count
+    (PROTOCOL, Leases 4). The engine passes the reports of its workers to the port: `WorkerPort.finished` → `collect`.
+
+    Threading: every method may be called from any thread. All but the constructor, `wait_news` and `close` return at
+    once; RPCs and NIXL run on other threads (R11).
+
+    Args:
+        client: the client of this process. The port does not close it.
+        spec: the engine.
+        hold_until_quiet: `finished` withholds a failed read until no write to its blocks is possible any more. For
+            engines that cannot set blocks aside.
+        max_waiting: most reads that wait for their publication at once; `acquire` refuses more.
+        timeout: seconds to wait until the session is open.
+
+    Raises:
+        KvferryError: see `Client.open_engine`.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        spec: EngineSpec,
+        *,
+        hold_until_quiet: bool = False,
+        max_waiting: int = MAX_WAITING,
+        timeout: float = OPEN_TIMEOUT,
+    ) -> None:
+        max_waiting = arguments.integer("max_waiting", max_waiting, 1)
+        arguments.flag("hold_until_quiet", hold_until_quiet)
+        session = home_session_of(client.open_engine(spec, timeout=timeout))
+        runtime = client_runtime_of(client)
+        holder = runtime.lease_holder(session.token)
+        reads = Reads(
+            runtime.loop,
+            spec,
+            holder,
+            session.block_use.writes(),
+            max_waiting,
+            hold_until_quiet=hold_until_quiet,
+            meter=runtime.reads,
+        )
+        super().__init__(session, holder, reads)
+        session.on_question(reads.news.tell)
+
     def wait_news(self, timeout: float) -> bool:
         """Wait, at most `timeout` seconds, until `granted`, `grant_steps`, `finished` or `questions` has news; returns
         whether there may be news.
@@ -382,25 +361,9 @@ class SchedulerPort(Closing):
         """
         return self._reads.news.wait(arguments.seconds("timeout", timeout, zero=True))
 
-    async def until_news(self, timeout: float) -> bool:
-        """Wait like `wait_news`, in asyncio, on any event loop."""
-        return await self._reads.news.arrive(arguments.seconds("timeout", timeout, zero=True))
-
-    def stats(self) -> SchedulerStats:
-        """Return the counts of this engine's publications and reads that are under way."""
-        stages = self._reads.stages()
-        return SchedulerStats(
-            pinned=self._publications.pinned(),
-            waiting=stages[ReadStage.WAITING],
-            granted=stages[ReadStage.GRANTED],
-            reading=stages[ReadStage.READING],
-            judging=stages[ReadStage.JUDGING],
-            uncertain=stages[ReadStage.ENDED],
-        )
-
     def close(self, timeout: float = 5.0) -> None:
         """Send the pending messages to the homes, for at most `timeout` seconds for publications and for reads each,
         and end the session and its incarnation, see `EngineSession.close`. Idempotent."""
         timeout = arguments.seconds("timeout", timeout, zero=True)
         self._reads.close(timeout)
-        self._publications.close(timeout)
+        self._session.close(timeout)

@@ -2,43 +2,53 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from kvferry._control.acquisition import Acquired, AcquireRequest
+from kvferry._control.acquisition import AcquireRequest
 from kvferry._control.granted_steps import GrantedPart
 from kvferry._loop import Loop
 from kvferry._reads.leased_read import LeasedRead, ReadStage
 from kvferry._wire.publication import told_fields
 from kvferry.engine.values import GrantStep, Offer, ReadEnd, ReadSource
-from kvferry.geometry.blocks import joined, runs_of
+from kvferry.geometry.blocks import BlockRuns, joined, runs_of
 
 
 class SchedulerRead(LeasedRead):
     """One read of the engine.
 
     Attributes:
-        offer: the offer for the engine, once the read is granted; see `latest_offer`.
+        granted: the source's blocks of the read's offer, by group, and `latest` the part with the last of them.
         steps: number of the steps that were returned since the attach.
         more: blocks that are neither in the offer nor in a returned step.
         lost: ids of the blocks that the read writes to, by group.
-        withheld: the end of a read that is not quiet yet.
         written: the key of the read's claim on the blocks, see `Writes`.
     """
 
     def __init__(self, loop: Loop, request: AcquireRequest, request_id: str, ranks: frozenset[int]) -> None:
         super().__init__(loop, request, ranks)
         self.request_id = request_id
-        self.offer: Offer | None = None
+        self.granted: dict[str, BlockRuns] = {}
+        self.latest = GrantedPart({})
         self.steps = 0
         self.more: list[GrantedPart] = []
         self.lost: dict[str, tuple[int, ...]] = {}
-        self.withheld: ReadEnd | None = None
         self.written: int | None = None
 
 
-def offer_of(read: SchedulerRead, acquired: Acquired) -> Offer:
-    """Make the offer of a granted read; its timeout is set when the engine asks for the offer."""
-    reference, part = read.request.reference, acquired.part
+def offer_of(read: SchedulerRead, timeout: float) -> Offer | None:
+    """Return the offer of a read; None: not granted. Until the attach, the offer grows by the blocks that the source
+    publishes.
+
+    The offer grows when the engine asks for it, and by runs alone: an engine may keep a request unattached for long
+    while its source publishes many steps, and no step of the engine may wait for that.
+    """
+    acquired, reference = read.acquired, read.request.reference
+    if acquired is None:
+        return None
+    if read.stage is ReadStage.GRANTED and read.more:
+        more, read.more = read.more, []
+        read.latest = more[-1]
+        for runs in runs_of(joined(part.blocks for part in more)):
+            known = read.granted.get(runs.group)
+            read.granted[runs.group] = runs if known is None else known.followed_by(runs)
     return Offer(
         request_id=read.request_id,
         read_id=read.read_id,
@@ -49,42 +59,13 @@ def offer_of(read: SchedulerRead, acquired: Acquired) -> Offer:
         reference=read.request.text,
         source_request_id=acquired.request_id,
         lease_id=acquired.lease.lease_id,
-        timeout=0.0,
-        granted=runs_of(part.blocks),
-        **told_fields(part.told),
+        timeout=timeout,
+        granted=tuple(read.granted.values()),
+        **told_fields(read.latest.told),
         traceparent=read.span.traceparent,
-        complete=part.complete,
-        unfinished=part.unfinished,
+        complete=read.latest.complete,
+        unfinished=read.latest.unfinished,
     )
-
-
-def latest_offer(read: SchedulerRead) -> Offer | None:
-    """Return the offer of a read; None: not granted. Until the attach, the offer grows by the blocks that the source
-    publishes.
-
-    The offer grows when the engine asks for it, and by runs alone: an engine may keep a request unattached for long
-    while its source publishes many steps, and no step of the engine may wait for that.
-    """
-    if read.stage is not ReadStage.GRANTED or read.offer is None:
-        return read.offer
-    if read.acquired is not None and read.offer.lease_id != read.acquired.lease.lease_id:
-        # The home has restarted since.
-        read.offer = replace(read.offer, lease_id=read.acquired.lease.lease_id)
-    if not read.more:
-        return read.offer
-    more, read.more = read.more, []
-    last = more[-1]
-    granted = {runs.group: runs for runs in read.offer.granted}
-    for runs in runs_of(joined(part.blocks for part in more)):
-        granted[runs.group] = granted[runs.group].followed_by(runs) if runs.group in granted else runs
-    read.offer = replace(
-        read.offer,
-        granted=tuple(granted.values()),
-        **told_fields(last.told),
-        complete=last.complete,
-        unfinished=last.unfinished,
-    )
-    return read.offer
 
 
 def step_of(read: SchedulerRead) -> GrantStep:

@@ -19,12 +19,11 @@ from kvferry._prompt import Prompt, check_within
 from kvferry._reads.leased_read import ReadStage, ShareEnd
 from kvferry._reads.leased_reads import LeasedReads
 from kvferry._reads.meters import ReadMeter
-from kvferry.engine.scheduler_read import SchedulerRead, end_of, latest_offer, offer_of, step_of
+from kvferry.engine.scheduler_read import SchedulerRead, end_of, offer_of, step_of
 from kvferry.engine.values import Finished, Grant, GrantStep, Offer, ReadEnd, WorkerOutput
 from kvferry.errors import (
     Closed,
     InvalidField,
-    KvferryError,
     LimitReached,
     PromptMismatch,
     TransferCancelled,
@@ -92,20 +91,15 @@ class Reads(LeasedReads[SchedulerRead]):
             if self._waiting >= self._max_waiting:
                 message = f"{self._waiting} reads wait for their publications"
                 raise LimitReached(message, retry_after=0.1, limit="max_waiting", value=self._waiting)
+            # A hint grants it at once, so it may wait no more when it begins to count.
+            self.start(read)
             self._waiting += 1
             self._by_request[request_id] = self._by_id[read.read_id] = read
-            try:
-                self.start(read)
-            except KvferryError:
-                self._waiting -= 1
-                self._forget(read)
-                raise
 
     def granted(self, request_id: str) -> Offer | None:
         with self.lock:
             read = self._unrefused(request_id)
-            offer = latest_offer(read)
-            return None if offer is None else replace(offer, timeout=self._left(read))
+            return offer_of(read, self._left(read))
 
     def take_changed(self) -> list[str]:
         """See `SchedulerPort.news`."""
@@ -128,9 +122,12 @@ class Reads(LeasedReads[SchedulerRead]):
     ) -> Grant:
         with self.lock:
             read = self._unrefused(request_id)
-            offer = latest_offer(read)
+            offer = offer_of(read, self._left(read))
             if read.stage is not ReadStage.GRANTED or offer is None:
-                raise _not_attachable(request_id, read.stage)
+                advice = "has its blocks already: attach each request once"
+                if read.stage is ReadStage.WAITING:
+                    advice = "is waiting for its source: attach it after granted() has returned its Offer"
+                raise WrongState(f"request {request_id!r} {advice}", request_id=request_id, stage=read.stage.value)
             offered = offer.blocks()
             if not offer.complete and tokens is None:
                 raise InvalidField("tokens", None, "the tokens to read, since the offer is not complete")
@@ -143,10 +140,10 @@ class Reads(LeasedReads[SchedulerRead]):
                 raise error
             ids = written(self._spec.groups, offered, blocks, tokens, more=not offer.complete)
             read.written = self._writes.begin(read.read_id, ids, allow_overlap=allow_overlap)
-            local = runs_of(blocks)
             read.lost = {name: tuple(listed.ids.tolist()) for name, listed in blocks.items()}
+            grant = offer.attached(runs_of(blocks), tokens, timeout=self._left(read))
             self.begin(read)
-            return offer.attached(local, tokens, timeout=self._left(read))
+            return grant
 
     def grant_steps(self) -> list[GrantStep]:
         with self.lock:
@@ -242,7 +239,7 @@ class Reads(LeasedReads[SchedulerRead]):
 
     def on_granted(self, read: SchedulerRead, acquired: Acquired) -> None:
         self._waiting -= 1
-        read.offer = offer_of(read, acquired)
+        read.granted, read.latest = {runs.group: runs for runs in runs_of(acquired.part.blocks)}, acquired.part
         self._changed[read.request_id] = None
         self.news.tell()
 
@@ -259,9 +256,8 @@ class Reads(LeasedReads[SchedulerRead]):
         self.news.tell()
 
     def on_refused(self, read: SchedulerRead) -> None:
-        if read.offer is None:
+        if read.acquired is None:
             self._waiting -= 1
-        read.offer = None
         self._changed[read.request_id] = None
         self.news.tell()
 
@@ -286,11 +282,9 @@ class Reads(LeasedReads[SchedulerRead]):
     def on_ended(self, read: SchedulerRead) -> None:
         if read.not_quiet:
             self._not_quiet[read] = self._loop.now() + CANCEL_AGAIN
-        end = end_of(read)
         if read.not_quiet and self._hold_until_quiet:
-            read.withheld = end
             return
-        self._ended.append(end)
+        self._ended.append(end_of(read))
         self.news.tell()
         if self._by_request.get(read.request_id) is read:
             del self._by_request[read.request_id]
@@ -298,8 +292,8 @@ class Reads(LeasedReads[SchedulerRead]):
             self._forget(read)
 
     def on_quiesced(self, read: SchedulerRead) -> None:
-        if read.withheld is not None:
-            self._ended.append(replace(read.withheld, quiet=True))
+        if self._hold_until_quiet:
+            self._ended.append(end_of(read))
         else:
             self._quiesced.append(read.request_id)
         self.news.tell()
@@ -345,11 +339,3 @@ class Reads(LeasedReads[SchedulerRead]):
             self._waiting -= 1
         self.withdraw(read)
         self._forget(read)
-
-
-def _not_attachable(request_id: str, stage: ReadStage) -> WrongState:
-    if stage is ReadStage.WAITING:
-        message = f"request {request_id!r} is waiting for its source: attach it after granted() has returned its Offer"
-    else:
-        message = f"request {request_id!r} has its blocks already: attach each request once"
-    return WrongState(message, request_id=request_id, stage=stage.value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from kvferry._arguments import integer
 from kvferry._reads.leased_read import ReadTimes, ShareWork
@@ -18,31 +18,7 @@ from kvferry.geometry.blocks import BlockRuns, Blocks, Unfinished
 
 
 @dataclass(frozen=True, slots=True)
-class _Leased(Told):
-    """The fields of `Offer` and `Grant`; see `Offer`."""
-
-    request_id: str
-    read_id: str
-    home: str
-    engine_id: str
-    incarnation: bytes
-    publication: int
-    reference: str = field(repr=False)
-    source_request_id: str
-    lease_id: bytes = field(repr=False)
-    timeout: float
-    granted: tuple[BlockRuns, ...]
-    traceparent: str = field(default="", kw_only=True)
-    complete: bool = field(default=True, kw_only=True)
-    unfinished: Unfinished | None = field(default=None, kw_only=True)
-
-    def blocks(self) -> dict[str, Blocks]:
-        """Decode the source's blocks, by group."""
-        return {runs.group: runs.blocks() for runs in self.granted}
-
-
-@dataclass(frozen=True, slots=True)
-class Offer(_Leased):
+class Offer(Told):
     """Names the source's blocks, which are pinned for a request that has no blocks of its own yet.
 
     Returned by `SchedulerPort.granted`. `SchedulerPort.attach` adds blocks to read into, and returns the `Grant` that
@@ -67,6 +43,25 @@ class Offer(_Leased):
         unfinished: the blocks after `granted` of which only some layers are complete; None: there are none.
     """
 
+    request_id: str
+    read_id: str
+    home: str
+    engine_id: str
+    incarnation: bytes
+    publication: int
+    reference: str = field(repr=False)
+    source_request_id: str
+    lease_id: bytes = field(repr=False)
+    timeout: float
+    granted: tuple[BlockRuns, ...]
+    traceparent: str = field(default="", kw_only=True)
+    complete: bool = field(default=True, kw_only=True)
+    unfinished: Unfinished | None = field(default=None, kw_only=True)
+
+    def blocks(self) -> dict[str, Blocks]:
+        """Decode the source's blocks, by group."""
+        return {runs.group: runs.blocks() for runs in self.granted}
+
     def attached(self, local: tuple[BlockRuns, ...], tokens: tuple[int, int] | None, *, timeout: float) -> Grant:
         """Make a grant of this offer: add the blocks to read into."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -74,7 +69,7 @@ class Offer(_Leased):
 
 
 @dataclass(frozen=True, slots=True)
-class Grant(_Leased):
+class Grant(Offer):
     """An order to workers to read from a publication whose lease their scheduler holds: an `Offer` with blocks to read
     into. Has the attributes of `Offer`, and these:
 
@@ -230,3 +225,27 @@ class Finished:
     def __bool__(self) -> bool:
         """Whether any read has ended or become quiet."""
         return bool(self.reads or self.quiesced)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Counts what one engine has under way. `Client.stats` has the totals since the start.
+
+    Attributes:
+        pinned: publications that `SchedulerPort.released` has not returned.
+        waiting, granted, reading, judging: reads in progress, by stage.
+        uncertain: ended reads whose blocks may still be written to.
+    """
+
+    pinned: int
+    waiting: int
+    granted: int
+    reading: int
+    judging: int
+    uncertain: int
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no block is pinned for readers, and no read is in progress or may still write: an engine that takes
+        no new work may use all of its memory for another purpose."""
+        return not any(astuple(self))

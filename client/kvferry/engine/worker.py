@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 
 from kvferry import _arguments as arguments
@@ -160,8 +160,8 @@ class WorkerPort(Closing):
             InvalidField: an argument has the wrong type.
             Closed: the cache is closed.
         """
-        # An offer that is decoded as a grant has no blocks.
-        if isinstance(grant, Offer) or (isinstance(grant, Grant) and not grant.local):
+        # An offer that is decoded as a grant has no blocks, either.
+        if isinstance(grant, Offer) and not getattr(grant, "local", ()):
             raise WrongState(
                 f"request {grant.request_id!r} has no blocks to read into: attach() it first, and start the Grant that "
                 "SchedulerPort.attach returns",
@@ -370,36 +370,32 @@ class WorkerPort(Closing):
             self._news.tell()
 
 
-@dataclass(slots=True)
-class _StepsOfRead:
-    """The steps of one read: the index of the `next` one, and the steps that came early, by index."""
-
-    next: int = 1
-    ahead: dict[int, GrantStep] = field(default_factory=dict)
-
-
 class StepOrders:
     """The steps of a worker's reads, in order, in whatever order they come. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._orders: dict[str, _StepsOfRead] = {}
+        self._ahead: dict[str, dict[int, GrantStep]] = {}
+        """By read_id, the steps that came early, by index."""
+        self._taken: dict[str, int] = {}
+        """By read_id, the index of the last step that was taken; none: 0, the grant."""
 
     def put(self, step: GrantStep, started: Collection[str]) -> None:
         """Add a step; a repeated step is ignored. Besides the `started` reads (read_ids), only the latest `MAX_EARLY`
         are kept."""
-        order = self._orders.setdefault(step.read_id, _StepsOfRead())
-        if step.index >= order.next:
-            order.ahead.setdefault(step.index, step)
-        if len(self._orders) > len(started) + MAX_EARLY:
-            del self._orders[next(read_id for read_id in self._orders if read_id not in started)]
+        ahead = self._ahead.setdefault(step.read_id, {})
+        if step.index > self._taken.get(step.read_id, 0):
+            ahead.setdefault(step.index, step)
+        if len(self._ahead) > len(started) + MAX_EARLY:
+            self.forget(next(read_id for read_id in self._ahead if read_id not in started))
 
     def take(self, read_id: str) -> list[GrantStep]:
         """Return the steps of a read that are next, each once."""
-        order, found = self._orders.setdefault(read_id, _StepsOfRead()), list[GrantStep]()
-        while order.next in order.ahead:
-            found.append(order.ahead.pop(order.next))
-            order.next += 1
+        ahead, found = self._ahead.setdefault(read_id, {}), list[GrantStep]()
+        while (step := ahead.pop(self._taken.get(read_id, 0) + 1, None)) is not None:
+            self._taken[read_id] = step.index
+            found.append(step)
         return found
 
     def forget(self, read_id: str) -> None:
-        self._orders.pop(read_id, None)
+        self._ahead.pop(read_id, None)
+        self._taken.pop(read_id, None)

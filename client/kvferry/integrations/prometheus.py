@@ -18,7 +18,6 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from kvferry import Client
-from kvferry._exposition import family
 from kvferry.errors import ForkedClient, InvalidField
 from kvferry.stats import METRICS, ClientStats
 
@@ -65,4 +64,4 @@ class ClientCollector(Collector):
     def _families(self, found: Sequence[tuple[tuple[str, ...], ClientStats]]) -> Iterator[Family]:
         for path, metric in METRICS.items():
             value = attrgetter(path)
-            yield family(metric, [(labels, value(stats)) for labels, stats in found], self._label)
+            yield metric.family([(labels, value(stats)) for labels, stats in found], self._label)

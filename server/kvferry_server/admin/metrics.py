@@ -17,7 +17,6 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 import kvferry
-from kvferry._exposition import family
 from kvferry.stats import Metric, metrics_of
 from kvferry_server.admin.node_state import CallCounts, NodeState
 from kvferry_server.domain.engine import STATES, Engine
@@ -238,4 +237,4 @@ class NodeCollector(Collector):
         for metric, value in METRICS:
             found = value(self._node)
             if found is not None:
-                yield family(metric, [((), found)])
+                yield metric.family([((), found)])
