@@ -16,7 +16,6 @@ from kvferry._control.connection import Control
 from kvferry._control.retrying import retrying
 from kvferry._engine_spec import EngineSpec
 from kvferry._integrity.summed_blocks import IntegrityOptions, divided, source_blocks
-from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._memory.access import MemoryAccess
 from kvferry._memory.rank_memory import RankMemory
@@ -26,8 +25,6 @@ from kvferry.geometry.blocks import Blocks, check_ids, id_runs, without_nulls
 from kvferry.geometry.model import RankGeometry
 from kvferry.geometry.plane import Plane
 from kvferry.v1 import kv_transfer_pb2 as pb
-
-logger = Log(__name__)
 
 PAGE_SUMS = 1 << 16
 """Most sums in one notification; the contract allows twice as many."""

@@ -133,7 +133,6 @@ class _TokenCheck:
                 problem = f"{declared}, the group's {self._states}"
                 raise mismatch(plane, problem, self._states, plane.block_states)
         self._device = probe.device
-        self._heads = {name: taken.shape[0] for name, taken in token.items()}
         generator = torch.Generator().manual_seed(probe.block)
         self._inputs = {
             # No values near zero, which quantising would make equal.
@@ -196,11 +195,11 @@ class _TokenCheck:
         """
         rest = [plane for number, plane in enumerate(self._planes) if number not in self._expected]
         numbers, count = {}, 0
-        for name, heads in self._heads.items():
+        for name, found in self._inputs.items():
             granules = [plane.token_granule for plane in rest if name in self._inputs_of(plane)]
             if granules:
                 # Tokens that no plane distinguishes have one number.
-                finest = min(granules)
+                finest, heads = min(granules), found.shape[1]
                 held = self._states // finest * heads
                 by_granule = torch.arange(count, count + held, device=self._device).reshape(-1, heads)
                 numbers[name] = by_granule.repeat_interleave(finest, 0)
@@ -242,8 +241,7 @@ class _TokenCheck:
         return named or list(self._inputs)
 
     def _none_chosen(self) -> dict[str, torch.Tensor]:
-        shapes = {name: (self._states, heads) for name, heads in self._heads.items()}
-        return {name: torch.zeros(shape, dtype=torch.bool, device=self._device) for name, shape in shapes.items()}
+        return {name: torch.zeros_like(found[..., 0], dtype=torch.bool) for name, found in self._inputs.items()}
 
 
 def _check_all_held(planes: Sequence[Plane], own: Sequence[Sequence[int]]) -> None:
@@ -267,15 +265,15 @@ def _check_state(probe: Probe, number: int, state: torch.Tensor, own: Sequence[i
     for index, plane in zip(own, planes, strict=True):
         allowed[index].fill_(True)
         natural = plane.format == PLAIN and len(plane.units) == state.shape[0]
-        if natural and len(plane.units) * plane.block_states * plane.state_bytes == size:
+        if natural and plane.bytes_per_block == size:
             expected[index] = drawn.reshape(len(plane.units), plane.block_states, -1).transpose(0, 1)
     probe.check(partial(state.copy_, content), allowed, [True] * len(allowed), expected)
-    held = sum(len(plane.units) * plane.block_states * plane.state_bytes for plane in planes)
+    held = sum(plane.bytes_per_block for plane in planes)
     if held != size:
         problem = f"part {number} of its state is not declared whole"
         raise LayoutMismatch(probe.planes[0].layer, problem, expected=size, found=held)
     # The planes decide which axis counts the rows; nothing is checked if both axes could.
-    axes = [axis for axis in (0, 1) if {plane.block_states for plane in planes} == {state.shape[axis]}]
+    axes = [axis for axis in range(state.dim()) if {plane.block_states for plane in planes} == {state.shape[axis]}]
     rows = state.shape[axes[0]] if state.dim() == 2 and len(axes) == 1 else 1
     for row in {0, rows - 1} if rows > 1 else ():
         # Only cells of this row may change.
