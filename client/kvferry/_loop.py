@@ -14,12 +14,13 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from contextvars import copy_context
+from functools import partial
 from typing import Any, TypeVar
 
 from kvferry._clock import now
 from kvferry._logs import Log
-from kvferry._threads import guarded, start_thread
-from kvferry.errors import Closed, WrongState
+from kvferry._threads import guarded, settle, start_thread
+from kvferry.errors import Closed, LimitReached, WrongState
 
 logger = Log(__name__)
 
@@ -45,8 +46,8 @@ END_ROUNDS = 3
 class Loop:
     """One event loop and its thread, which starts with the first work. `clock` is the time of all timers, in seconds.
 
-    Threading: `call`, `submit`, `run` and `close` may be called from any thread, everything else on the loop only. The
-    first three and `on_thread` raise `LimitReached` if the system refuses the thread.
+    Threading: `call`, `submit`, `run`, `answer` and `close` may be called from any thread, everything else on the loop
+    only. The first three and `on_thread` raise `LimitReached` if the system refuses the thread.
     """
 
     def __init__(self, name: str = "kvferry-loop", clock: Callable[[], float] = now) -> None:
@@ -105,6 +106,25 @@ class Loop:
         except BaseException:
             running.cancel()
             raise
+
+    def answer(self, coroutine: Coroutine[Any, Any, Result], closed: str) -> Future[Result]:
+        """Run a coroutine for a caller, who cannot cancel the future. The future's callbacks are the caller's, and may
+        wait, so a thread of their own runs them. A coroutine that is cancelled ends as `Closed`, with the text
+        `closed`. Raises the errors of `submit`."""
+        done: Future[Result] = Future()
+        # From now on it cannot be cancelled.
+        done.set_running_or_notify_cancel()
+
+        def end(ended: Future[Result]) -> None:
+            error = Closed(closed) if ended.cancelled() else ended.exception()
+            result = ended.result() if error is None else error
+            try:
+                start_thread(partial(settle, done, result), "kvferry-callbacks")
+            except LimitReached:
+                settle(done, result)
+
+        self.submit(coroutine).add_done_callback(end)
+        return done
 
     def spawn(self, coroutine: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
         """Start a coroutine beside the running one. An exception is logged under the name `what`. A coroutine that is

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from typing import Any, cast
 
@@ -173,14 +173,13 @@ def test_checksums_requested_during_a_close_get_an_end(loop: PlayedLoop) -> None
 def test_checksums_that_reach_the_loop_after_a_close_get_an_end(
     loop: PlayedLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    summer, call = summer_for(loop, Home(HomeRecovering("busy"))), loop.call
+    summer, answer = summer_for(loop, Home(HomeRecovering("busy"))), loop.answer
 
-    def close_first(work: Callable[[], object]) -> bool:
-        monkeypatch.setattr(loop, "call", call)
+    def close_first(sending: Coroutine[Any, Any, int], closed: str) -> Future[int]:
         summer.close()
-        return call(work)
+        return answer(sending, closed)
 
-    monkeypatch.setattr(loop, "call", close_first)
+    monkeypatch.setattr(loop, "answer", close_first)
     future = summer.submit(1, {"full": Blocks([1, 2], end_token=8)}, last=True, timeout=SOON)
     with pytest.raises(Closed):
         future.result(SOON)

@@ -10,8 +10,11 @@ import pytest
 from kvferry import Blocks, Group, IntegrityOptions, Interval
 from kvferry._clock import now
 from kvferry._control.connection import Control
-from kvferry._integrity.verifier import Arrived, Verifier
+from kvferry._control.granted_steps import GrantedPart
+from kvferry._control.reader_lease import ReaderLease
 from kvferry._memory.rank_memory import RankMemory
+from kvferry._reads.rank_read import RankOrder, RankRead, Wanted
+from kvferry._reads.verifier import Verifier
 from kvferry.errors import DataLoss
 from kvferry.geometry import EngineGeometry, RankGeometry
 from kvferry.geometry.tensors import Holding, planes_of
@@ -60,21 +63,17 @@ def verify(heads: Interval, wrong: int | None = None) -> tuple[int, int]:
     planes = planes_of({"0": memory}, ("block", "head", "token", "content"), GROUP, ("key",), Holding())
     made = EngineGeometry("e", (GROUP,), (RankGeometry(0, planes),))
     blocks = {"full": Blocks([0, 1, 2], end_token=12)}
-    arrived = Arrived(
-        home=cast(Control, PartlyKnowing(heads, memory, wrong)),
-        lease_id=b"lease",
-        publication=1,
-        plan=plan_read(made, made, 0),
-        granted=blocks,
-        blocks=blocks,
-        tokens=None,
-        deadline=now() + SOON,
-        check=lambda: None,
+    home, lease = cast(Control, PartlyKnowing(heads, memory, wrong)), ReaderLease.without_end(b"lease")
+    order = RankOrder(
+        "read", "r", home, "e", b"i" * 16, 1, "a", lease, GrantedPart(blocks), Wanted(blocks), now() + SOON
     )
-    loop = PlayedLoop()
+    plan, loop = plan_read(made, made, 0), PlayedLoop()
+    read = RankRead(loop, order)
+    read.parts = plan.in_parts(blocks)
+    read.parts.next(blocks, last=True)
     try:
         verifier = Verifier(loop, pb.EngineRef(engine_id="e"), RankMemory(), IntegrityOptions("full"))
-        found = loop.run(verifier.verify(arrived))
+        found = loop.run(verifier.verify(read, plan))
     finally:
         loop.close()
     return found.verified, found.unverified

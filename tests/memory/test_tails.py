@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, Group, Plane
-from kvferry._memory.rank_memory import RankMemory
-from kvferry._memory.tails import clear_tails
+from kvferry._memory.rank_memory import RankMemory, clear_tails
 from kvferry.geometry.model import GroupKind
 from kvferry.geometry.tensors import Holding, planes_of
 from kvferry.planner.request_blocks import needed

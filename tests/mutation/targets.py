@@ -250,7 +250,7 @@ TARGETS: dict[str, Target] = {
     "client/kvferry/engine/scheduler_read.py": Target((PORT, ENGINE_READS, PORTS, PROGRESSIVE)),
     "client/kvferry/planner/plan.py": Target((PARTS, *PLANNER), {"_check_size: 1 -> 0": MANY_LANES}),
     "client/kvferry/_transport/calibration.py": Target((CALIBRATION,)),
-    "client/kvferry/_integrity/verifier.py": Target((PARTLY_KNOWN, VERIFIED)),
+    "client/kvferry/_reads/verifier.py": Target((PARTLY_KNOWN, VERIFIED)),
     "client/kvferry/_integrity/checksum_publisher.py": Target((VERIFIED,)),
     "client/kvferry/_reads/source_engines.py": Target((SOURCES, RANK, END_TO_END)),
     "client/kvferry/_control/publication_sender.py": Target((GIVEN_UP, PORT, SENT_AGAIN)),

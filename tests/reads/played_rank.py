@@ -12,13 +12,12 @@ from kvferry._clock import now
 from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.reader_lease import ReaderLease
-from kvferry._integrity.verifier import Arrived, Verifier
-from kvferry._memory.rank_memory import RankMemory
-from kvferry._memory.tails import Tails
+from kvferry._memory.rank_memory import RankMemory, Tails
 from kvferry._reads.meters import ShareMeter
 from kvferry._reads.rank_read import RankOrder, RankRead, Wanted
 from kvferry._reads.rank_reads import RankReads
 from kvferry._reads.source_engines import SourceEngine, SourceEngines
+from kvferry._reads.verifier import Verifier
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.transfer import Transfer
 from kvferry._transport.transport import TransferPart, Transport
@@ -58,8 +57,8 @@ class PlayedRank:
         """0: what was told is not enough for anything to move."""
         self.known_sources: dict[tuple[object, ...], SourceEngine] = {}
         self.size = 10
-        self.verified: list[Arrived] = []
-        self.verify: Callable[[Arrived], None] = self.verified.append
+        self.verified: list[RankRead] = []
+        self.verify: Callable[[RankRead], None] = self.verified.append
         self.loop = PlayedLoop()
         self.reads = RankReads(
             self.loop,
@@ -90,8 +89,8 @@ class PlayedRank:
             self.changed.wait_for(lambda: self.closed or reference in self.answers, 30)
             return self.answers.get(reference, TransferFailed("nobody has answered"))
 
-    async def compare(self, arrived: Arrived) -> None:
-        await self.loop.on_thread(lambda: self.verify(arrived), "kvferry-verify-test")
+    async def compare(self, read: RankRead, _: object) -> None:
+        await self.loop.on_thread(lambda: self.verify(read), "kvferry-verify-test")
 
     def failed(self, *_: object) -> None:
         self.said.append("failed")

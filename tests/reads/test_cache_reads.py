@@ -19,7 +19,7 @@ from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.reader_lease import ReaderLease
-from kvferry._memory.tails import Tails
+from kvferry._memory.rank_memory import Tails
 from kvferry._reads.cache_reads import CacheReads
 from kvferry._reads.meters import ReadMeter
 from kvferry._reads.rank_read import Wanted

@@ -213,6 +213,8 @@ def test_states_are_written_through_the_engines_own_views() -> None:
     used = sum(state[0].numel() * state.element_size() for state in states)
     found = check_layout(group, cache, planes, states=states, block_bytes=used)
     assert (found.values, found.footprint) == (("ssm",), ("conv_x", "conv_b"))
+    flat = [state.flatten(1) for state in states]
+    assert check_layout(group, cache, planes, states=flat, block_bytes=used).values == ()
     # The padding is not declared.
     with pytest.raises(LayoutMismatch, match="which holds"):
         check_layout(group, cache, planes, states=states)

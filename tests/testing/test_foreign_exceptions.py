@@ -42,10 +42,10 @@ REPEATED: dict[str, type[Any]] = {
 
 STARTED = {
     "_directory/directory.py": "catches everything itself: a look at the directory, again and again",
-    "_loop.py": "the loop itself, which begins again when something has stopped it; work that takes long",
+    "_loop.py": "the loop, which begins again when something has stopped it; work that takes long; ends a future, "
+    "whose callbacks belong to the application",
     "_control/connection.py": "reads a stream; tests whether the system has threads",
     "_reads/read.py": "a callback of a read, once",
-    "_reads/runtime.py": "ends a future, whose callbacks belong to the application",
 }
 """Where a thread is started."""
 

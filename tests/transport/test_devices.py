@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry._memory import current_device
+from kvferry._memory import device as device_memory
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._transport import nixl_binding
 from kvferry._transport.nixl_agent import ServingAgent
@@ -85,7 +85,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", made.set_device)
     monkeypatch.setattr(torch.cuda, "device", made.device)
-    monkeypatch.setattr(current_device, "ignore_captures", lambda *, hip: None)
+    monkeypatch.setattr(device_memory, "ignore_captures", lambda *, hip: None)
     monkeypatch.setattr(nixl_binding, "load", lambda: binding)
     return made
 
@@ -164,7 +164,7 @@ def test_a_driver_without_a_capture_mode_is_logged(
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", load)
-    current_device.ignore_captures(hip=hip)
+    device_memory.ignore_captures(hip=hip)
     assert set(asked) == ({"libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6"} if hip else {"libcuda.so.1"})
     assert "while a graph is captured" in caplog.text
 
@@ -180,6 +180,6 @@ def test_threads_leave_other_threads_captures_alone(
 
     driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
     monkeypatch.setattr(ctypes, "CDLL", lambda _: driver)
-    current_device.ignore_captures(hip=False)
+    device_memory.ignore_captures(hip=False)
     assert modes == [1]
     assert not caplog.text

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -15,19 +16,15 @@ from kvferry._control.connection import Control
 from kvferry._control.retrying import retrying
 from kvferry._engine_spec import EngineSpec
 from kvferry._integrity.summed_blocks import IntegrityOptions, divided, source_blocks
-from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._memory.access import MemoryAccess
 from kvferry._memory.rank_memory import RankMemory
-from kvferry._threads import settle
 from kvferry._wire.token import EngineToken, engine_ref
-from kvferry.errors import Closed, InvalidField, LimitReached, PublicationReleased, PublicationStale
+from kvferry.errors import Closed, InvalidField, PublicationReleased, PublicationStale
 from kvferry.geometry.blocks import Blocks, check_ids, id_runs, without_nulls
 from kvferry.geometry.model import RankGeometry
 from kvferry.geometry.plane import Plane
 from kvferry.v1 import kv_transfer_pb2 as pb
-
-logger = Log(__name__)
 
 PAGE_SUMS = 1 << 16
 """Most sums in one notification; the contract allows twice as many."""
@@ -65,36 +62,39 @@ class Checksummer:
         self._rank = rank
         self._memory = memory
         self._share = options.share
-        self._senders: set[asyncio.Task[None]] = set()
-        self._last: dict[int, asyncio.Task[None]] = {}
-        """The last sender of each publication: the next one waits for its end."""
+        self._senders: set[asyncio.Task[Any]] = set()
+        self._turns: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
+        """By publication: the senders of its sums take turns, in the order of the calls."""
         self._computing = asyncio.Lock()
         self._page: asyncio.Future[pb.PublishChecksums | None] | None = None
         """The page that a thread computes, or has computed last."""
-        self._closing = False
+        self._closed = False
         """Set by `close`, on any thread: sums that reach the loop later are dropped there."""
+        problem = f"the cache of rank {rank.rank} of engine {spec.engine_id!r} is closed"
+        self._why_closed = f"{problem}: sums were not sent"
 
     def submit(self, publication: int, blocks: Mapping[str, Blocks], *, last: bool, timeout: float) -> Future[int]:
         """See `Cache.checksum`."""
-        done: Future[int] = Future()
-        # Callers cannot cancel it.
-        done.set_running_or_notify_cancel()
         if self._share == 0:
+            done: Future[int] = Future()
             done.set_result(0)
             return done
         parts = [part for name, listed in blocks.items() for part in self._parts(name, listed)]
-        pages, deadline = self._pages(publication, parts, last), self._loop.now() + timeout
-        if self._closing or not self._loop.call(partial(self._begin, publication, pages, deadline, done)):
-            raise self._closed()
-        return done
+        self._check_open()
+        pages = self._pages(publication, parts, last)
+        return self._loop.answer(self._send(publication, pages, self._loop.now() + timeout), self._why_closed)
 
     def close(self) -> None:
         """Drop the queued work, and wait for the page being computed: then the memory may be unmapped. Idempotent."""
-        self._closing = True
+        self._closed = True
         # A client that has ended has ended all senders.
         with suppress(Closed):
             if self._loop.started:
                 self._loop.run(self._end())
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed(self._why_closed)
 
     async def _end(self) -> None:
         for sender in self._senders:
@@ -103,56 +103,25 @@ class Checksummer:
         if running:
             await asyncio.wait(running)
 
-    def _begin(
-        self, publication: int, pages: Iterator[pb.PublishChecksums], deadline: float, done: Future[int]
-    ) -> None:
-        if self._closing:
-            settle(done, self._closed())
-            return
-        sending = self._send(self._last.get(publication), pages, deadline, done)
-        sender = self._last[publication] = self._loop.spawn(sending, f"the sums of publication {publication}")
+    async def _send(self, publication: int, pages: Iterator[pb.PublishChecksums], deadline: float) -> int:
+        """Send pages until `deadline`, on the loop's clock; returns the number of sums."""
+        self._check_open()
+        sender = cast("asyncio.Task[Any]", asyncio.current_task())
         self._senders.add(sender)
-        sender.add_done_callback(partial(self._ended, publication, done))
-
-    def _ended(self, publication: int, done: Future[int], sender: asyncio.Task[None]) -> None:
-        self._senders.discard(sender)
-        if self._last.get(publication) is sender:
-            del self._last[publication]
-        if not done.done():
-            # The sender was cancelled, perhaps before its first step.
-            settle(done, self._closed())
-
-    async def _send(
-        self,
-        before: asyncio.Task[None] | None,
-        pages: Iterator[pb.PublishChecksums],
-        deadline: float,
-        done: Future[int],
-    ) -> None:
-        """Send pages until `deadline`, on the loop's clock. The result of `done` is the number of sums."""
-        if before is not None:
-            await asyncio.wait([before])
+        sender.add_done_callback(self._senders.discard)
         sent = 0
-        failed: Exception | None = None
-        try:
-            while (page := await self._computed(pages)) is not None:
-                sent += sum(len(part.sums) for part in page.checksums)
-                request = pb.NotifyRequest(
-                    sender=engine_ref(self._token),
-                    session_secret=self._token.session_secret,
-                    notifications=[pb.Notification(checksums=page)],
-                )
-                await retrying(partial(self._home.notify_one, request), deadline)
-        except (PublicationReleased, PublicationStale):
-            # The publication has been released: the sums are no longer needed.
-            pass
-        except Exception as error:
-            failed = error
-        # The future's callbacks are the caller's, and may wait.
-        try:
-            await self._loop.on_thread(partial(settle, done, failed or sent), "kvferry-callbacks")
-        except LimitReached:
-            settle(done, failed or sent)
+        # Sums of a publication that was released are no longer needed.
+        with suppress(PublicationReleased, PublicationStale):
+            async with self._turns.setdefault(publication, asyncio.Lock()):
+                while (page := await self._computed(pages)) is not None:
+                    sent += sum(len(part.sums) for part in page.checksums)
+                    request = pb.NotifyRequest(
+                        sender=engine_ref(self._token),
+                        session_secret=self._token.session_secret,
+                        notifications=[pb.Notification(checksums=page)],
+                    )
+                    await retrying(partial(self._home.notify_one, request), deadline)
+        return sent
 
     async def _computed(self, pages: Iterator[pb.PublishChecksums]) -> pb.PublishChecksums | None:
         """The next page; None: there is none. One page is computed at a time."""
@@ -161,10 +130,6 @@ class Checksummer:
             # The thread goes on if the sender is cancelled.
             self._page = asyncio.ensure_future(computed)
             return await asyncio.shield(self._page)
-
-    def _closed(self) -> Closed:
-        problem = f"the cache of rank {self._rank.rank} of engine {self._spec.engine_id!r} is closed"
-        return Closed(f"{problem}: sums were not sent")
 
     def _parts(self, name: str, blocks: Blocks) -> Iterator[_Part]:
         group = self._spec.group(name)

@@ -81,11 +81,8 @@ class Declared:
         return self.holding if self.heads is None else heads_held(self.heads, self.total_heads)
 
     def check_planes(self, num_ranks: int, planes: Sequence[Plane]) -> None:
-        """Raise `InvalidField` if planes hold a whole axis on one rank of several, and `replicated` is not set.
-
-        A plane declares its units itself, but a plane that was made without units holds the whole axis. Then probably
-        every rank's plane does, by mistake.
-        """
+        """Raise `InvalidField` if planes hold a whole axis on one rank of several, and `replicated` is not set. Such
+        planes were probably made without units, on every rank, by mistake."""
         for name in ("heads", "total_heads", "holding"):
             if getattr(self, name) is not None:
                 raise InvalidField(name, described(getattr(self, name)), "None, because the planes say what they hold")
@@ -148,15 +145,11 @@ def check_mapped(regions: Iterable[MemoryRegion], planes: Iterable[Plane]) -> No
     Device memory is not checked, nor is any memory on systems without ``/proc/self/maps``.
 
     NIXL registers any address, and the first read into a page that is not mapped, or is read-only, fails halfway or
-    kills the process.
-
-    The memory of a rank that only serves reads has to be writable as well: NIXL registers all memory for remote reads
+    kills the process. Memory that is only read has to be writable as well: NIXL registers all memory for remote reads
     and writes, and devices that pin pages refuse read-only pages.
     """
     host = [region for region in regions if region.memory_kind is MemoryKind.DRAM]
-    if not host:
-        return
-    usable = _usable()
+    usable = _usable() if host else None
     if usable is None:
         return
     for region in host:

@@ -1,4 +1,4 @@
-"""Device memory: copied, summed and cleared with torch, on the device.
+"""Device memory: copied, summed and cleared with torch, on the device; and the current device of a thread.
 
 Each thread has a stream of its own there, and waits for this stream. The stream is ordered with nothing else on the
 device, and needs no order:
@@ -9,28 +9,40 @@ device, and needs no order:
   visible to the whole device.
 
 On the default stream a copy would wait for the engine's steps, and they for it. torch's other streams do not wait for
-the default one, and so are no part of a graph that another thread captures (`kvferry._memory.current_device`). But
-torch has only 32 streams of each priority, and gives them out in turns (c10/cuda/CUDAStream.cpp): one of the default
-priority may be the stream that an engine captures on, and copies would become part of its graph. So kvferry's streams
-have a priority that engines leave alone.
+the default one, and so are no part of a graph that another thread captures. But torch has only 32 streams of each
+priority, and gives them out in turns (c10/cuda/CUDAStream.cpp): one of the default priority may be the stream that an
+engine captures on, and copies would become part of its graph. So kvferry's streams have a priority that engines leave
+alone.
 
-The threads are kvferry's own: engines call none of this from theirs. None of this has run on a GPU yet; the tests play
-torch's stream and allocator.
+CUDA and HIP have a current device per thread, and torch's name for both is ``torch.cuda``. UCX takes the current
+device's context when memory is registered and when peers are connected. Without one it silently leaves out
+``cuda_ipc``, and with it NVLink. So the device is set on every thread that calls NIXL or gives the device work.
+
+A thread of kvferry's own is also taken out of other threads' captures of CUDA graphs. While a thread captures a graph
+in the mode "global", torch's default, CUDA refuses "potentially unsafe" calls on all threads, e.g. allocating memory
+or querying an event, and such a call spoils the capture. This protects threads that may take part in the capture.
+kvferry's take no part: they use streams of their own, which are never captured, and nothing captured needs them. A
+thread leaves captures by calling ``cuThreadExchangeStreamCaptureMode`` with the mode "thread local" (CUDA driver API,
+stream management; HIP has the same function).
+
+The threads that copy, sum and clear are kvferry's own. None of this has run on a GPU yet; the tests play torch's
+stream and allocator.
 """
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvferry._logs import Log
 from kvferry._memory.access import StagingSpace, StillCopying, block_cells, bytes_per_unit, selection
-from kvferry._memory.current_device import ignore_captures
 from kvferry.errors import InvalidField, TransferFailed
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import Interval, MemoryKind, Plane
@@ -39,6 +51,8 @@ from kvferry.planner.rows import Cells
 from kvferry.planner.staged_read import Copy
 from kvferry.planner.token_line import AlikeBlocks
 
+logger = Log(__name__)
+
 BYTES_AT_ONCE = 16 << 20
 """Bytes that are gathered at a time to be summed; the sum takes five times this memory. Each step costs a launch, so
 this is much more than on the host."""
@@ -46,15 +60,19 @@ this is much more than on the host."""
 STREAM_PRIORITY = -2
 """The default is 0; programs that want a higher priority take -1, and NCCL, if configured so, takes the highest, -3."""
 
+THREAD_LOCAL = 1
+"""``CU_STREAM_CAPTURE_MODE_THREAD_LOCAL``, and HIP's constant of the same meaning."""
+
+CUDA = ("cuThreadExchangeStreamCaptureMode", ("libcuda.so.1",))
+HIP = ("hipThreadExchangeStreamCaptureMode", ("libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6"))
+"""The function with which a thread leaves captures, and the libraries that may have it: torch's wheels and the system's
+packages name HIP's library differently."""
+
 
 class DeviceAccess:
-    """`MemoryAccess` to the memory of one device. An address is found by the tensor in which it lies.
-
-    Raises:
-        InvalidField: by `copy`, `sums` and `clear`, for memory that lies in none of the tensors.
-        TransferFailed: by `allocate`, `copy`, `sums` and `clear`: the device has no memory left. Nothing writes to any
-            memory then.
-    """
+    """`MemoryAccess` to the memory of one device. An address is found by the tensor in which it lies; `InvalidField` is
+    raised for memory that lies in none. All methods raise `TransferFailed` if the device has no memory left; nothing
+    writes to any memory then."""
 
     def __init__(self, device: str, tensors: Iterable[Any]) -> None:
         self._torch: Any = sys.modules["torch"]
@@ -149,18 +167,21 @@ class DeviceAccess:
 
     @contextmanager
     def _queue(self) -> Iterator[_Queue]:
-        """The calling thread's stream as the current one. Its work has ended when the context ends."""
+        """The calling thread's stream as the current one. At the end, also after an error, waits for the work queued
+        there; raises `StillCopying` if the device does not confirm the end of that work."""
         queue: _Queue | None = getattr(self._threads, "queue", None)
         if queue is None:
             queue = self._threads.queue = _Queue(self._torch, self._device)
         full = getattr(self._torch, "OutOfMemoryError", None) or self._torch.cuda.OutOfMemoryError
         try:
-            with queue.current():
+            with nullcontext() if queue.stream is None else self._torch.cuda.stream(queue.stream):
                 yield queue
         except full as error:
             # torch's message has the sizes, and nothing else about the process.
             problem = str(error).splitlines()[0]
             raise TransferFailed(f"{self._device} has no memory left: {problem}") from None
+        finally:
+            queue.finish()
 
 
 class _Queue:
@@ -169,22 +190,12 @@ class _Queue:
     def __init__(self, torch: Any, device: Any) -> None:
         self._torch = torch
         self._device = device
-        self._stream: Any = None
+        self.stream: Any = None
         self._indices: dict[int, tuple[npt.NDArray[Any], Any]] = {}
         """The uploaded indices by the identity of their array, which is kept: no other array gets this identity."""
         if device.type != "cpu":
             ignore_captures(hip=torch.version.hip is not None)
-            self._stream = torch.cuda.Stream(device, priority=STREAM_PRIORITY)
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Make the stream the current one, and wait for it at the end, also after an error: the work queued before the
-        error goes on. Raises `StillCopying` if the device does not confirm the end of that work."""
-        try:
-            with nullcontext() if self._stream is None else self._torch.cuda.stream(self._stream):
-                yield
-        finally:
-            self._finish()
+            self.stream = torch.cuda.Stream(device, priority=STREAM_PRIORITY)
 
     def index(self, array: npt.NDArray[Any]) -> Any:
         """The index for these positions of an axis. Consecutive positions take no memory, and an array is uploaded
@@ -198,10 +209,11 @@ class _Queue:
             known = self._indices[id(array)] = array, uploaded.copy_(self._torch.from_numpy(array))
         return known[1]
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Wait until the work has ended; see `DeviceAccess._queue`."""
         try:
-            if self._stream is not None:
-                self._stream.synchronize()
+            if self.stream is not None:
+                self.stream.synchronize()
         except Exception as error:
             raise StillCopying(f"{self._device}: {error!r}") from error
         finally:
@@ -218,16 +230,16 @@ def check_stable(regions: Iterable[MemoryRegion]) -> None:
     torch's list of segments also shows settings made in the program, and pools without such segments, e.g. that of
     vLLM's sleep mode.
     """
-    on_device = [region for region in regions if region.memory_kind is MemoryKind.VRAM]
+    held = [region for region in regions if region.memory_kind is MemoryKind.VRAM]
     torch: Any = sys.modules.get("torch")
-    if not on_device or torch is None or not torch.cuda.is_available():
+    if not held or torch is None or not torch.cuda.is_available():
         return
     if torch.cuda.get_allocator_backend() != "native":
         return
     for segment in torch.cuda.memory_snapshot():
         first, device = segment["address"], segment["device"]
         last = first + segment["total_size"]
-        for region in on_device:
+        for region in held:
             inside = region.device == device and region.base < last and first < region.base + region.length
             if inside and segment.get("is_expandable", False):
                 raise InvalidField(
@@ -235,3 +247,50 @@ def check_stable(regions: Iterable[MemoryRegion]) -> None:
                     f"{region.length} bytes at {region.base:#x} of device {device}, in an expandable segment",
                     "memory that stays mapped: leave expandable_segments:True out of PYTORCH_CUDA_ALLOC_CONF",
                 )
+
+
+def device_of(regions: Iterable[MemoryRegion]) -> int | None:
+    """The device on which the regions lie; None: all of them are host memory. Raises `InvalidField` if the regions lie
+    on several devices, or torch, which sets the device, is missing."""
+    devices = sorted({region.device for region in regions if region.memory_kind is MemoryKind.VRAM})
+    if not devices:
+        return None
+    if len(devices) > 1:
+        expected = "one device: a rank has one, and so has its agent"
+        raise InvalidField("regions", f"memory of devices {devices}", expected)
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        problem = "is not imported" if torch is None else "has no CUDA and no ROCm here"
+        raise InvalidField("regions", f"memory of device {devices[0]}", f"torch, to set the device; it {problem}")
+    return devices[0]
+
+
+def on_device(device: int | None) -> AbstractContextManager[object]:
+    """Make a device the current one of the calling thread inside the context; None: change nothing."""
+    torch: Any = sys.modules.get("torch")
+    return nullcontext() if device is None else torch.cuda.device(device)
+
+
+def enter_device(device: int | None) -> None:
+    """Make a device the current one of the calling thread, which is kvferry's own, for good; None: change nothing."""
+    if device is None:
+        return
+    torch: Any = sys.modules["torch"]
+    torch.cuda.set_device(device)
+    ignore_captures(hip=torch.version.hip is not None)
+
+
+def ignore_captures(*, hip: bool) -> None:
+    """Take the calling thread out of other threads' captures of graphs. Log a warning if the driver cannot do that."""
+    function, libraries = HIP if hip else CUDA
+    problem: object = ""
+    for library in libraries:
+        try:
+            exchange = getattr(ctypes.CDLL(library), function)
+        except (OSError, AttributeError) as error:
+            problem = error
+            continue
+        problem = exchange(ctypes.byref(ctypes.c_int(THREAD_LOCAL)))
+        break
+    if problem:
+        logger.warning("%s: %s; reads that run while a graph is captured may spoil the capture", function, problem)

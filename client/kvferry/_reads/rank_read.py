@@ -13,9 +13,8 @@ from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._integrity.summed_blocks import Verification
-from kvferry._integrity.verifier import Arrived
 from kvferry._loop import Loop, Signal
-from kvferry._memory.tails import Tails
+from kvferry._memory.rank_memory import Tails
 from kvferry._reads.leased_read import ShareWork
 from kvferry._reads.source_engines import SourceEngine, SourceKey
 from kvferry._tracing import NO_SPAN, Span
@@ -24,6 +23,7 @@ from kvferry.errors import KvferryError, TransferCancelled
 from kvferry.geometry.blocks import Blocks
 from kvferry.planner.expansion import Expansion
 from kvferry.planner.plan import ReadPlan, RequestParts
+from kvferry.planner.request_blocks import GroupRequest, needed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,6 +129,11 @@ class RankRead:
         return self._moving[0]
 
     @property
+    def granted(self) -> Mapping[str, Blocks]:
+        """The source's blocks that were expanded, by group."""
+        return {} if self.parts is None else self.parts.granted
+
+    @property
     def clearing(self) -> bool:
         """Whether the tails may still be written to."""
         return self.cleared is not None and not (self.cleared.done() and self.cleared.result())
@@ -219,20 +224,10 @@ class RankRead:
             read_id = self.order.read_id
             raise TransferCancelled(f"read {read_id} was cancelled", read_id=read_id)
 
-    def arrived(self, plan: ReadPlan) -> Arrived:
-        """The blocks of a share whose bytes have all arrived, for integrity mode."""
-        order = self.order
-        return Arrived(
-            home=order.home,
-            lease_id=order.lease.lease_id,
-            publication=order.publication,
-            plan=plan,
-            granted={} if self.parts is None else self.parts.granted,
-            blocks=order.wanted.blocks,
-            tokens=order.wanted.tokens,
-            deadline=order.deadline,
-            check=self.check,
-        )
+    def moved(self, plan: ReadPlan) -> dict[str, GroupRequest]:
+        """The blocks that an expanded share moves, by group."""
+        wanted = self.order.wanted
+        return needed(plan.groups, plan.groups_by_name[0], self.granted, wanted.blocks, wanted.tokens)
 
     def refuse(self, error: KvferryError) -> None:
         """End a share that was never begun."""

@@ -12,15 +12,14 @@ from functools import partial
 from typing import TypeAlias
 
 from kvferry._forks import OneProcess
-from kvferry._integrity.verifier import Verifier
 from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._memory.access import StillCopying
-from kvferry._memory.rank_memory import RankMemory
-from kvferry._memory.tails import Tails, clear_tails
+from kvferry._memory.rank_memory import RankMemory, Tails, clear_tails
 from kvferry._reads.meters import ShareMeter
 from kvferry._reads.rank_read import RankRead
 from kvferry._reads.source_engines import SourceEngine, SourceEngines
+from kvferry._reads.verifier import Verifier
 from kvferry._threads import guarded, settle
 from kvferry._tracing import start_span
 from kvferry._transport.transport import TransferState, Transport
@@ -35,7 +34,6 @@ from kvferry.errors import (
     TransferStuck,
 )
 from kvferry.geometry.blocks import joined
-from kvferry.planner.request_blocks import needed
 
 logger = Log(__name__)
 
@@ -182,7 +180,7 @@ class RankReads(OneProcess):
         share.ended_at = self._loop.now() if transfer is None or transfer.ended_at is None else transfer.ended_at
         share.set_phase(None, share.ended_at)
         if self._verifier is not None:
-            share.verification = await self._verifier.verify(share.arrived(engine.plan_of(order.wanted.layers)))
+            share.verification = await self._verifier.verify(share, engine.plan_of(order.wanted.layers))
         if order.wanted.tails is Tails.ZERO:
             await self._clear_tails(share, engine)
 
@@ -224,18 +222,13 @@ class RankReads(OneProcess):
     async def _clear_tails(self, share: RankRead, engine: SourceEngine) -> None:
         """Clear the tails on a thread, which may have to wait for a device. A share that ends meanwhile is quiet when
         the clearing has ended."""
-        order, parts = share.order, share.parts
-        if parts is None:
-            return
-        plan = engine.plan_of(order.wanted.layers)
-        sources, groups = plan.groups_by_name
-        moved = needed(plan.groups, sources, parts.granted, order.wanted.blocks, order.wanted.tokens)
-        cleared: Future[bool] = Future()
+        order, plan = share.order, engine.plan_of(share.order.wanted.layers)
+        moved, cleared = share.moved(plan), Future[bool]()
 
         def clear() -> None:
             ended = True
             try:
-                clear_tails(plan.rank.planes, groups, order.wanted.blocks, moved, self._memory)
+                clear_tails(plan.rank.planes, plan.groups_by_name[1], order.wanted.blocks, moved, self._memory)
             except StillCopying:
                 # As in `kvferry._transport.staging_pool`: blocks that a device still writes to are never quiet.
                 ended = False

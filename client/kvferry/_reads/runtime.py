@@ -21,7 +21,6 @@ from kvferry._control.right_prompt import PromptCheck
 from kvferry._engine_spec import EngineSpec
 from kvferry._integrity.checksum_publisher import Checksummer
 from kvferry._integrity.summed_blocks import IntegrityOptions
-from kvferry._integrity.verifier import Verifier
 from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._memory.rank_memory import RankMemory
@@ -29,7 +28,7 @@ from kvferry._reads.cache_reads import CacheReads
 from kvferry._reads.meters import ReadMeter, ShareMeter
 from kvferry._reads.rank_reads import RankReads
 from kvferry._reads.source_engines import SourceEngines
-from kvferry._threads import settle, start_thread
+from kvferry._reads.verifier import Verifier
 from kvferry._transport.calibration import measure
 from kvferry._transport.nixl_agent import ReadingAgent, ServingAgent
 from kvferry._transport.nixl_options import NixlOptions
@@ -39,7 +38,7 @@ from kvferry._wire.authority import AGENT_KEY_BYTES, agent_name
 from kvferry._wire.geometry_codec import agent_to_proto, group_to_proto, rank_to_proto
 from kvferry._wire.reference import parse_source_reference
 from kvferry._wire.token import EngineToken, engine_ref
-from kvferry.errors import Closed, EngineUnknown, InvalidField, KvferryError, LimitReached
+from kvferry.errors import Closed, EngineUnknown, InvalidField, KvferryError
 from kvferry.geometry.model import AgentInfo, RankGeometry, check_rank, check_regions
 from kvferry.geometry.overlap import check_apart
 from kvferry.planner.path_choice import Costs, PathRule
@@ -213,21 +212,7 @@ class RankRuntime:
                 self.transport.warm(agent)
             return tuple(source.agents)
 
-        done: Future[tuple[int, ...]] = Future()
-        # Mark the future as running, so that callers cannot cancel it.
-        done.set_running_or_notify_cancel()
-
-        def end(ended: Future[tuple[int, ...]]) -> None:
-            closed = Closed("the client is closed") if ended.cancelled() else None
-            result = closed or ended.exception() or ended.result()
-            # The future's callbacks belong to the caller, and may wait.
-            try:
-                start_thread(partial(settle, done, result), "kvferry-callbacks")
-            except LimitReached:
-                settle(done, result)
-
-        self.loop.submit(run()).add_done_callback(end)
-        return done
+        return self.loop.answer(run(), "the client is closed")
 
     def close(self, timeout: float) -> None:
         """Cancel the reads, and end the agents. Waits at most `timeout` seconds until all blocks are quiet, and the

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvferry._memory.access import StagingSpace
-from kvferry._memory.current_device import device_of, enter_device, on_device
+from kvferry._memory.device import device_of, enter_device, on_device
 from kvferry._transport import nixl_binding
 from kvferry._transport.bounds import RegionMap, check_agent, check_blocks, check_descriptors
 from kvferry._transport.host_network import open_sockets, tcp_since

@@ -10,7 +10,7 @@ steps and worker outputs are plain values: they can be pickled, or encoded by th
 `docs/engines.md` is the guide.
 """
 
-from kvferry._memory.tails import Tails as Tails
+from kvferry._memory.rank_memory import Tails as Tails
 from kvferry._reads.leased_read import ReadTimes as ReadTimes
 from kvferry._reads.leased_read import ShareWork as ShareWork
 from kvferry._wire.publication import Told as Told

@@ -17,7 +17,7 @@ from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing
 from kvferry._loop import News
 from kvferry._memory.declared import Declared, describe
-from kvferry._memory.tails import Tails
+from kvferry._memory.rank_memory import Tails
 from kvferry._reads.rank_read import RankOrder, RankRead, Wanted
 from kvferry._reads.runtime import LocalRank
 from kvferry._wire.token import EngineToken

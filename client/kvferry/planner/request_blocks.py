@@ -86,7 +86,7 @@ def written(
     more: bool = False,
 ) -> dict[str, AnyIds]:
     """The destination blocks that a read will write, by group, and the blocks behind its last token, which the read may
-    clear (`kvferry._memory.tails`); checked as far as that is possible before the source's geometry is known.
+    clear (`kvferry._memory.rank_memory`); checked as far as that is possible before the source's geometry is known.
 
     See `needed` for the arguments and errors. If `source` is None, the granted blocks are not known yet. Then the
     result may hold more blocks than are written, and only `needed` checks whether they are enough and given once. With

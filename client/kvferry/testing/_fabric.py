@@ -19,7 +19,6 @@ from kvferry._loop import Loop
 from kvferry._network import FABRICS, Network, fabrics
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
-from kvferry._wire.channel import TlsConfig, TlsContent
 from kvferry.aio import AsyncClient
 from kvferry.errors import Closed, InvalidField, WrongState
 from kvferry.planner.path_choice import Costs
@@ -83,7 +82,7 @@ class Fabric(Closing):
         self.address = self.addresses[0]
         self._wire = Wire()
         # Any thread adds to these collections, in single steps, and copies them before it iterates.
-        self._members: dict[Network, Process] = {}
+        self._processes: list[Process] = []
         self._clients: list[Client] = []
         self._closed = False
         self._homes: dict[str, InProcessHome] = {}
@@ -119,7 +118,6 @@ class Fabric(Closing):
             InvalidField: an argument has the wrong type, or there is no such home.
             Closed: the fabric is closed.
         """
-        self._check_open()
         made = Client(
             self._address_of(home),
             allowed_homes=self.addresses,
@@ -144,7 +142,7 @@ class Fabric(Closing):
             WrongState: another `hold_reads` is still holding reads back.
         """
         self._check_open()
-        return self._wire.hold()
+        return HeldReads(self._wire)
 
     def fail_reads(self, count: int = 1) -> None:
         """Make the next reads fail as if a connection broke.
@@ -157,7 +155,9 @@ class Fabric(Closing):
         Raises:
             InvalidField: `count` is negative.
         """
-        self._wire.fail(arguments.integer("count", count, 0))
+        count = arguments.integer("count", count, 0)
+        with self._wire.changed:
+            self._wire.to_fail = count
 
     def kill(self, client: Client | AsyncClient) -> None:
         """Simulate the death of a client's process, and close the client.
@@ -170,10 +170,10 @@ class Fabric(Closing):
         """
         sync = client.sync if isinstance(client, AsyncClient) else client
         arguments.instance("client", sync, Client, "a Client or an AsyncClient")
-        member = self._members.get(sync._network)
-        if member is None:
+        process = sync._network.binding
+        if process not in self._processes:
             raise InvalidField("client", arguments.described(client), "a client of this fabric")
-        member.kill()
+        process.kill()
         sync.close()
 
     def advance(self, seconds: float) -> None:
@@ -223,7 +223,6 @@ class Fabric(Closing):
         Raises:
             InvalidField: there is no such home.
         """
-        self._check_open()
         self._loop.run(self._stop_home(self._address_of(home)))
 
     def start_home(self, home: int = 0) -> None:
@@ -235,7 +234,6 @@ class Fabric(Closing):
             WrongState: the home was not stopped.
             InvalidField: there is no such home.
         """
-        self._check_open()
         self._loop.run(self._start_home(self._address_of(home)))
 
     def close(self) -> None:
@@ -250,41 +248,37 @@ class Fabric(Closing):
             held.close()
         for client in tuple(self._clients):
             client.close()
-        for member in tuple(self._members.values()):
-            member.kill()
+        for process in tuple(self._processes):
+            process.kill()
         for address in self.addresses:
             self._loop.run(self._stop_home(address))
         self._loop.close()
 
     def _address_of(self, home: int) -> str:
+        self._check_open()
         return self.addresses[arguments.integer("home", home, 0, len(self.addresses) - 1)]
 
     def _join(self) -> Network:
         """Make the network of a new client."""
         process = Process(self._wire)
 
-        def begin(address: str, call: InProcessCall) -> None:
-            if process.killed:
-                call.end(grpc.StatusCode.UNAVAILABLE, "the fabric has disconnected this client")
-            else:
-                self._begin(address, call)
-
-        def dial(address: str, tls: TlsContent | None) -> grpc.Channel:
-            channel = InProcessChannel(partial(begin, address), self._loop.now)
+        def dial(address: str, _: object) -> grpc.Channel:
+            channel = InProcessChannel(partial(self._begin, address, process), self._loop.now)
             process.channels.append(channel)
             return cast(grpc.Channel, channel)
 
-        network = Network(dial, process, COSTS, self._loop.now, self._loops.append)
-        self._members[network] = process
-        return network
+        self._processes.append(process)
+        return Network(dial, process, COSTS, self._loop.now, self._loops.append)
 
-    def _dial(self, address: str, tls: TlsConfig | TlsContent | None) -> grpc.aio.Channel:
+    def _dial(self, address: str, _: object) -> grpc.aio.Channel:
         """Make a channel from one home to another."""
-        return cast(grpc.aio.Channel, InProcessAioChannel(partial(self._begin, address), self._loop.now))
+        return cast(grpc.aio.Channel, InProcessAioChannel(partial(self._begin, address, None), self._loop.now))
 
-    def _begin(self, address: str, call: InProcessCall) -> None:
-        """Hand a call to a home. May be called on any thread."""
-        if not self._loop.call(partial(self._serve, address, call)):
+    def _begin(self, address: str, caller: Process | None, call: InProcessCall) -> None:
+        """Hand a call of a client or, without `caller`, of a home to a home. May be called on any thread."""
+        if caller is not None and caller.killed:
+            call.end(grpc.StatusCode.UNAVAILABLE, "the fabric has disconnected this client")
+        elif not self._loop.call(partial(self._serve, address, call)):
             call.end(grpc.StatusCode.UNAVAILABLE, "the fabric is closed")
 
     def _serve(self, address: str, call: InProcessCall) -> None:
@@ -293,21 +287,8 @@ class Fabric(Closing):
         if home is None:
             known = "the home was stopped" if address in self.addresses else f"this fabric has no home {address}"
             call.end(grpc.StatusCode.UNAVAILABLE, known)
-            return
-        if call.done():
-            return
-        home.begin(call)
-        timer = None
-        if call.deadline is not None:
-            late = partial(call.end, grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
-            timer = self._loop.at(call.deadline, late)
-
-        def left() -> None:
-            home.leave(call)
-            if timer is not None:
-                timer.cancel()
-
-        call.add_done_callback(lambda _: self._loop.call(left))
+        elif not call.done():
+            home.begin(call)
 
     async def _start_home(self, address: str) -> None:
         if address in self._homes:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -20,8 +20,9 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import grpc
 import grpc.aio
 
-from kvferry._wire.channel import MAX_MESSAGE_BYTES, TlsConfig, TlsContent
-from kvferry_server.domain.times import Clock, Times
+from kvferry._loop import Loop
+from kvferry._wire.channel import MAX_MESSAGE_BYTES
+from kvferry_server.domain.times import Times
 from kvferry_server.home.home import Home
 from kvferry_server.home.time_slices import Worker
 from kvferry_server.node.guard import Guard
@@ -35,9 +36,6 @@ Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
 LEFT = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 """Statuses after which the caller no longer waits: messages that have already arrived are dropped."""
-
-PEER = "unix:"
-"""Address of every caller: that of gRPC's callers on a UNIX socket."""
 
 
 class _End(NamedTuple):
@@ -85,11 +83,11 @@ class InProcessCall(grpc.RpcError):
 
     def refuse_large(self, message: bytes) -> bool:
         """End the call at a message over gRPC's limit, as gRPC does; returns whether the message is too large."""
-        size = len(message)
-        if size > MAX_MESSAGE_BYTES:
-            details = f"Received message larger than max ({size} vs. {MAX_MESSAGE_BYTES})"
+        too_large = len(message) > MAX_MESSAGE_BYTES
+        if too_large:
+            details = f"Received message larger than max ({len(message)} vs. {MAX_MESSAGE_BYTES})"
             self.end(grpc.StatusCode.RESOURCE_EXHAUSTED, details)
-        return size > MAX_MESSAGE_BYTES
+        return too_large
 
     # The client calls these: methods of grpc.Call and grpc.Future.
 
@@ -115,10 +113,7 @@ class InProcessCall(grpc.RpcError):
         return self._decode(self._messages.queue[0])
 
     def exception(self, timeout: float | None = None) -> Exception | None:
-        try:
-            end = self._ended.result(timeout)
-        except FutureTimeoutError:
-            raise grpc.FutureTimeoutError from None
+        end = self._ended.result(timeout)
         if end.cancelled:
             raise grpc.FutureCancelledError
         return None if end.code is grpc.StatusCode.OK else self
@@ -247,15 +242,9 @@ class InProcessHome:
     """A node server from one start to its stop, used on the event loop of its fabric. References have `address`; `dial`
     makes its channels to other homes."""
 
-    def __init__(
-        self,
-        address: str,
-        times: Times,
-        clock: Clock,
-        dial: Callable[[str, TlsConfig | TlsContent | None], grpc.aio.Channel],
-    ) -> None:
-        self._clock = clock
-        self._home = Home(clock, times, address)
+    def __init__(self, address: str, times: Times, loop: Loop, dial: Callable[[str, object], grpc.aio.Channel]) -> None:
+        self._loop = loop
+        self._home = Home(loop, times, address)
         self._worker = Worker()
         self._guard = Guard(1024, 8192, TRUSTED, Requests(self._worker, self._home.time_slices))
         self._calls: dict[InProcessCall, asyncio.Task[None]] = {}
@@ -277,14 +266,14 @@ class InProcessHome:
         """Ignore these: newer generated code passes the same handlers a second time."""
 
     def begin(self, call: InProcessCall) -> None:
+        """Answer a call, until it ends at its client, or at its deadline."""
         task = self._calls[call] = asyncio.get_running_loop().create_task(self._answer(call))
         task.add_done_callback(lambda _: self._calls.pop(call, None))
-
-    def leave(self, call: InProcessCall) -> None:
-        """Stop answering a call that has ended at its client."""
-        task = self._calls.get(call)
-        if task is not None:
-            task.cancel()
+        call.add_done_callback(lambda _: self._loop.call(task.cancel))
+        if call.deadline is not None:
+            late = partial(call.end, grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+            timer = self._loop.at(call.deadline, late)
+            task.add_done_callback(lambda _: timer.cancel())
 
     async def stop(self) -> None:
         """Stop at once, as if the process was killed: no more messages are sent, and all records are lost."""
@@ -302,7 +291,7 @@ class InProcessHome:
         called = cast(grpc.HandlerCallDetails, SimpleNamespace(method=call.method))
         found = (generic.service(called) for generic in self._generic)
         handler = self._guard.guarded(call.method, next((each for each in found if each is not None), None))
-        context = _Context(call, handler.response_serializer, self._clock)
+        context = _Context(call, handler.response_serializer, self._loop.now)
         try:
             # The guard reads every request from the context, and returns a single answer as bytes.
             if handler.response_streaming:
@@ -317,21 +306,23 @@ class InProcessHome:
         else:
             call.end(grpc.StatusCode.OK, "")
         finally:
-            context.end()
+            for callback in context.at_end:
+                callback(context)
 
 
 class _Context:
     """The part of gRPC's servicer context that the guard and the servicers use."""
 
-    def __init__(self, call: InProcessCall, encode: Callable[[Any], bytes] | None, clock: Clock) -> None:
+    def __init__(self, call: InProcessCall, encode: Callable[[Any], bytes] | None, clock: Callable[[], float]) -> None:
+        self.at_end: list[Callable[[object], None]] = []
         self._call = call
         self._clock = clock
         self._encode = encode
         self._read = False
-        self._at_end: list[Callable[[object], None]] = []
 
     def peer(self) -> str:
-        return PEER
+        # As of gRPC's callers on a UNIX socket.
+        return "unix:"
 
     def auth_context(self) -> dict[str, tuple[bytes, ...]]:
         # As with mutual TLS: an engine may be asked by its name.
@@ -341,14 +332,10 @@ class _Context:
         return ()
 
     def time_remaining(self) -> float | None:
-        return None if self._call.deadline is None else max(0.0, self._call.deadline - self._clock.now())
+        return None if self._call.deadline is None else max(0.0, self._call.deadline - self._clock())
 
     def add_done_callback(self, callback: Callable[[object], None]) -> None:
-        self._at_end.append(callback)
-
-    def end(self) -> None:
-        for callback in self._at_end:
-            callback(self)
+        self.at_end.append(callback)
 
     async def read(self) -> object:
         read, self._read = self._read, True

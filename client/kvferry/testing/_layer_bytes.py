@@ -5,7 +5,7 @@ Addresses come from the fields of the planes alone, independently of the planner
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 
 import numpy as np
@@ -94,11 +94,11 @@ def mismatch(plane: Plane, problem: str, expected: object, found: object) -> Lay
 
 
 def _axes(plane: Plane) -> list[tuple[int, int]]:
-    """Return the axes of a block's cells, (count, bytes): page, unit, state within the page."""
+    """Return the axes of a block's cells, (count, bytes): page, state within the page, unit."""
     return [
         (plane.pages, plane.page_stride),
-        (len(plane.units), plane.unit_stride),
         (plane.page_tokens, plane.token_stride),
+        (len(plane.units), plane.unit_stride),
     ]
 
 
@@ -125,20 +125,20 @@ def _runs(starts: _Addresses, sizes: _Addresses | int) -> tuple[_Addresses, _Add
 class Probe:
     """A block of a layer, with the memory near the block that a wrong write would hit.
 
-    Addresses come from the fields of the planes alone, independently of the planner. All bytes of the planes lie in the
-    tensor. `cells` has the block's cells by plane, ``uint8 [pages, units, page tokens, state bytes]``.
+    All bytes of the planes lie in the tensor. Selections of cells are ``bool [states, units]``, by plane; the bytes of
+    cells are ``uint8 [states, units, state bytes]``.
     """
 
     def __init__(self, planes: Sequence[Plane], block: int, tensor: torch.Tensor, blocks: int) -> None:
-        self.planes, self.block = planes, block
+        self.planes, self.block, self.device = planes, block, tensor.device
         storage = tensor.untyped_storage()
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-        self.cells = []
+        self._cells = []
         for plane in planes:
             sizes, strides = zip(*_axes(plane), strict=True)
             first = plane.base + block * plane.block_stride - storage.data_ptr()
-            self.cells.append(memory.as_strided((*sizes, plane.state_bytes), (*strides, 1), first))
-        self._watched = [*self.cells, _surroundings(memory, tensor, block, tensor.shape[0] // blocks)]
+            self._cells.append(memory.as_strided((*sizes, plane.state_bytes), (*strides, 1), first))
+        self._watched = [*self._cells, _surroundings(memory, tensor, block, tensor.shape[0] // blocks)]
         self._saved = [watched.clone() for watched in self._watched]
 
     def fill(self, poison: int) -> None:
@@ -150,64 +150,78 @@ class Probe:
             watched.copy_(saved)
 
     def nothing(self) -> list[torch.Tensor]:
-        """Return a selection of no cells, by plane: ``bool [pages, units, page tokens]``."""
-        return [torch.zeros(cells.shape[:3], dtype=torch.bool, device=cells.device) for cells in self.cells]
+        """Return a selection of no cells."""
+        shapes = [(plane.block_states, len(plane.units)) for plane in self.planes]
+        return [torch.zeros(shape, dtype=torch.bool, device=self.device) for shape in shapes]
+
+    def planes_in(self, view: torch.Tensor) -> list[int]:
+        """Return the indices of the planes whose first byte of the block lies in a view of the block."""
+        first, size = view.data_ptr(), view.numel() * view.element_size()
+        begins = [plane.base + self.block * plane.block_stride for plane in self.planes]
+        return [index for index, begin in enumerate(begins) if first <= begin < first + size]
+
+    def check(
+        self,
+        write: Callable[[], object],
+        allowed: Sequence[torch.Tensor],
+        exact: Sequence[bool],
+        expected: Mapping[int, torch.Tensor],
+    ) -> None:
+        """Check that a write changes the cells `allowed`, whatever their values before, and no others: all bytes of
+        each, or, in planes that are not `exact`, some byte of each granule. For `allowed` and `expected` see `effect`.
+        """
+        effects = []
+        for poison in POISONS:
+            self.fill(poison)
+            effects.append(self.effect(write, allowed, expected))
+        for number, (plane, chosen, one, other) in enumerate(zip(self.planes, allowed, *effects, strict=True)):
+            changed = one | other
+            written = changed.all(-1) if exact[number] else of_granules(changed.any(-1), plane.token_granule)
+            self.check_written(number, chosen & ~written)
 
     def effect(
-        self, write: Callable[[], object], allowed: Sequence[torch.Tensor], inspect: Callable[[], None] | None = None
+        self, write: Callable[[], object], allowed: Sequence[torch.Tensor], expected: Mapping[int, torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Make a write, undo it, and return the bytes that it changed, by plane, in the shape of `cells`.
-
-        `allowed` are the cells that the write may change, by plane, as `nothing` returns them: raises `LayoutMismatch`
-        for a change elsewhere. `inspect` is called between the write and its undoing.
-        """
+        """Make a write, undo it, and return the bytes that it changed, by plane. It may change the cells `allowed`, and
+        must write the bytes `expected`, by the index of the plane; raises `LayoutMismatch`."""
         before = [watched.clone() for watched in self._watched]
         write()
-        if inspect is not None:
-            inspect()
+        for number, cells in expected.items():
+            self._check_equal(number, cells)
         changed = []
-        for cells, was, chosen in zip(self.cells, before, allowed, strict=False):
-            changed.append(cells != was)
-            cells.copy_(torch.where(chosen[..., None], was, cells))
+        for cells, was, chosen in zip(self._cells, before, allowed, strict=False):
+            changed.append((cells != was).flatten(0, 1))
+            cells.copy_(torch.where(chosen.reshape(*cells.shape[:3], 1), was, cells))
         for watched, was in zip(self._watched, before, strict=True):
             if not torch.equal(watched, was):
                 raise self._outside(watched, was)
         return changed
 
-    def effect_on_any(
-        self, write: Callable[[], object], allowed: Sequence[torch.Tensor], inspect: Callable[[], None] | None = None
-    ) -> list[torch.Tensor]:
-        """Return the bytes that a write changes, whatever their values before; see `effect`."""
-        changed: list[torch.Tensor] = []
-        for poison in POISONS:
-            self.fill(poison)
-            found = self.effect(write, allowed, inspect)
-            changed = [known | more for known, more in zip(changed, found, strict=True)] if changed else found
-        return changed
-
     def check_written(self, number: int, missed: torch.Tensor) -> None:
         """Raise `LayoutMismatch` for the first cell of a plane, if any, that a write has left unchanged."""
         if missed.any():
-            cell = tuple(int(index) for index in missed.nonzero()[0])
-            found, problem = _hex(self.cells[number][cell]), "the engine did not write bytes that it holds"
-            raise self._error(number, cell, "what the engine writes there", found, problem)
+            token, unit = missed.nonzero()[0].tolist()
+            found, problem = _hex(self._bytes(number)[token, unit]), "the engine did not write bytes that it holds"
+            raise self._error(number, token, unit, "what the engine writes there", found, problem)
 
-    def check_equal(self, number: int, expected: torch.Tensor) -> None:
-        """Raise `LayoutMismatch` for the first cell of a plane, if any, that differs from `expected`, which has the
-        shape of `cells`: the first token first, then the first unit."""
-        differs = (self.cells[number] != expected).any(-1)
+    def _check_equal(self, number: int, expected: torch.Tensor) -> None:
+        """Raise `LayoutMismatch` for the first cell of a plane, if any, that differs."""
+        found = self._bytes(number)
+        differs = (found != expected).any(-1)
         if differs.any():
-            page, at, unit = (int(index) for index in differs.permute(0, 2, 1).nonzero()[0])
-            cells = expected[page, unit, at], self.cells[number][page, unit, at]
+            token, unit = differs.nonzero()[0].tolist()
+            cells = expected[token, unit], found[token, unit]
             # Begin a little before the first difference.
             first = int((cells[0] != cells[1]).nonzero()[0]) // _SHOWN * _SHOWN
             pair = _hex(cells[0][first:]), _hex(cells[1][first:])
-            raise self._error(number, (page, unit, at), *pair, "what stands there is not what the engine wrote")
+            raise self._error(number, token, unit, *pair, "what stands there is not what the engine wrote")
 
-    def _error(self, number: int, cell: tuple[int, ...], expected: str, found: str, problem: str) -> LayoutMismatch:
-        """Return the error about one cell: page, unit, state within the page."""
-        plane, (page, unit, at) = self.planes[number], cell
-        token, head = page * plane.page_tokens + at, plane.units.begin + unit
+    def _bytes(self, number: int) -> torch.Tensor:
+        return self._cells[number].flatten(0, 1)
+
+    def _error(self, number: int, token: int, unit: int, expected: str, found: str, problem: str) -> LayoutMismatch:
+        plane = self.planes[number]
+        head = plane.units.begin + unit
         return LayoutMismatch(
             plane.layer,
             f"{plane.component} of token {token}, head {head}, in block {self.block}: {problem}",
@@ -229,14 +243,18 @@ class Probe:
             begins = _starts(plane.base + self.block * plane.block_stride, _axes(plane))
             hit = np.flatnonzero((begins <= address) & (address < begins + plane.state_bytes))
             if len(hit):
-                cell = np.unravel_index(int(hit[0]), [count for count, _ in _axes(plane)])
                 problem = "the engine changed its bytes when it wrote others"
-                return self._error(number, tuple(map(int, cell)), expected, found, problem)
+                return self._error(number, *divmod(int(hit[0]), len(plane.units)), expected, found, problem)
         first = self.planes[0]
         at = address - first.base - self.block * first.block_stride
         where = f"{at} bytes after the first of {first.component} in block {self.block}"
         problem = f"the engine wrote a byte that no plane declares, {where}"
         return LayoutMismatch(first.layer, problem, block=self.block, expected=expected, found=found)
+
+
+def of_granules(cells: torch.Tensor, granule: int) -> torch.Tensor:
+    """Return the whole granules, of so many states, of the selected cells of a plane."""
+    return cells.reshape(-1, granule, cells.shape[1]).any(1).repeat_interleave(granule, 0)
 
 
 def _hex(found: torch.Tensor) -> str:

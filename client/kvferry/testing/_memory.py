@@ -13,11 +13,10 @@ import itertools
 import json
 import secrets
 import threading
-import weakref
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, TypeAlias
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -31,9 +30,6 @@ from kvferry.geometry.plane import MemoryKind
 
 if TYPE_CHECKING:
     from kvferry.testing._home import InProcessChannel
-
-DRAM, VRAM = "DRAM", "VRAM"
-SUCCESS, IN_PROGRESS = "SUCCESS", "IN_PROGRESS"
 
 Rows: TypeAlias = npt.NDArray[np.uint64]
 Segments: TypeAlias = tuple[str, Rows]
@@ -75,7 +71,12 @@ class HeldReads(Closing):
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self._waiting: list[weakref.ref[PostedRead]] = []
+        self._waiting: WeakKeyDictionary[PostedRead, None] = WeakKeyDictionary()
+        """The reads that were held back, the oldest first."""
+        with wire.changed:
+            if wire.held is not None:
+                raise WrongState("reads are held back already: end that hold_reads() first")
+            wire.held = self
 
     @property
     def count(self) -> int:
@@ -96,9 +97,8 @@ class HeldReads(Closing):
         count = arguments.integer("count", count, 1)
         timeout = arguments.seconds("timeout", timeout, zero=True)
         with self._wire.changed:
-            if not self._wire.changed.wait_for(lambda: len(self._living()) >= count, timeout):
-                held = len(self._living())
-                raise TimeoutError(f"{held} chunks are held back after {timeout:g} s, and {count} were expected")
+            if not self._wire.changed.wait_for(lambda: self.count >= count, timeout):
+                raise TimeoutError(f"{self.count} chunks are held back after {timeout:g} s, and {count} were expected")
 
     def release(self, count: int | None = None) -> None:
         """Release chunks, the oldest first. Reading threads then copy their bytes within milliseconds.
@@ -127,9 +127,7 @@ class HeldReads(Closing):
 
     def _living(self) -> list[PostedRead]:
         """Return the reads that are held back and whose agent has not ended. Called with the lock of the wire held."""
-        found = [read for kept in self._waiting if (read := kept()) is not None and not read.let_go]
-        self._waiting = [weakref.ref(read) for read in found]
-        return found
+        return [read for read in tuple(self._waiting) if not read.let_go]
 
 
 class Wire:
@@ -141,31 +139,19 @@ class Wire:
         self.changed = threading.Condition()
         """Guards everything below, and the reads that are held back; notified when reads are added to them."""
         self.held: HeldReads | None = None
-        self._to_fail = 0
-
-    def hold(self) -> HeldReads:
-        """Hold back reads that are posted from now on. Raises `WrongState` if reads are being held back already."""
-        with self.changed:
-            if self.held is not None:
-                raise WrongState("reads are held back already: end that hold_reads() first")
-            self.held = HeldReads(self)
-            return self.held
-
-    def fail(self, count: int) -> None:
-        """Make the next `count` reads fail."""
-        with self.changed:
-            self._to_fail = count
+        self.to_fail = 0
+        """Number of reads, the next ones, that fail."""
 
     def post(self, read: PostedRead) -> None:
         """Let a read go, hold it back, or make it fail with `RemoteDisconnected`."""
         with self.changed:
-            if self._to_fail and not read.connects:
-                self._to_fail -= 1
+            if self.to_fail and not read.connects:
+                self.to_fail -= 1
                 raise RemoteDisconnected("Fabric.fail_reads made this read fail")
             if self.held is None or read.connects:
                 read.let_go = True
             else:
-                self.held._waiting.append(weakref.ref(read))
+                self.held._waiting[read] = None
                 self.changed.notify_all()
 
 
@@ -173,11 +159,11 @@ class Process:
     """One client of a fabric, which stands for a process: its channels, and NIXL's binding. Thread-safe."""
 
     NIXL_READ = "READ"
-    NIXL_SUCCESS = SUCCESS
-    NIXL_IN_PROG = IN_PROGRESS
+    NIXL_SUCCESS = "SUCCESS"
+    NIXL_IN_PROG = "IN_PROGRESS"
     NIXL_THREAD_SYNC_NONE = "NONE"
-    DRAM_SEG = DRAM
-    VRAM_SEG = VRAM
+    DRAM_SEG = "DRAM"
+    VRAM_SEG = "VRAM"
     nixlAgentConfig = SimpleNamespace
 
     def __init__(self, wire: Wire) -> None:
@@ -240,7 +226,7 @@ class Agent:
 
     def checkRemoteMD(self, peer: str, segments: Segments) -> str:
         known = set(self._peers[peer].regions.regions)
-        return SUCCESS if known.issuperset(_regions(segments)) else "NOT_FOUND"
+        return Process.NIXL_SUCCESS if known.issuperset(_regions(segments)) else "NOT_FOUND"
 
     def invalidateRemoteMD(self, peer: str) -> None:
         del self._peers[peer]
@@ -267,16 +253,15 @@ class Agent:
 
     def getXferStatus(self, number: int) -> str:
         read = self._reads[number]
-        if read.done:
-            return SUCCESS
-        self._check_source(read)
-        if not read.let_go:
-            return IN_PROGRESS
-        columns = (rows.tolist() for rows in (read.source, read.destination, read.length))
-        for of, to, length in zip(*columns, strict=True):
-            ctypes.memmove(to, of, length)
-        read.done = True
-        return SUCCESS
+        if not read.done:
+            self._check_source(read)
+            if not read.let_go:
+                return Process.NIXL_IN_PROG
+            columns = (rows.tolist() for rows in (read.source, read.destination, read.length))
+            for of, to, length in zip(*columns, strict=True):
+                ctypes.memmove(to, of, length)
+            read.done = True
+        return Process.NIXL_SUCCESS
 
     def releaseXferReq(self, number: int) -> None:
         del self._reads[number]
@@ -292,6 +277,6 @@ class Agent:
 
 def _regions(segments: Segments) -> list[MemoryRegion]:
     kind, rows = segments
-    if kind != DRAM:
+    if kind != Process.DRAM_SEG:
         raise HostMemoryOnly("a fabric of kvferry.testing reads and serves host memory only")
     return [MemoryRegion(MemoryKind.DRAM, 0, base, length) for base, length, _ in rows.tolist()]

@@ -8,10 +8,9 @@ Needs torch.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 
 import torch
 
@@ -19,7 +18,7 @@ from kvferry.errors import InvalidField, LayoutMismatch
 from kvferry.geometry.model import Group
 from kvferry.geometry.plane import Plane
 from kvferry.geometry.tensors import PLAIN
-from kvferry.testing._layer_bytes import POISONS, Probe, check_elements, check_tensor, mismatch
+from kvferry.testing._layer_bytes import POISONS, Probe, check_elements, check_tensor, mismatch, of_granules
 from kvferry.testing._layer_bytes import SCALED as SCALED
 
 MORE_BLOCKS = 4
@@ -93,21 +92,21 @@ def check_layout(
     check_tensor(group, tensor, planes, block_bytes)
     if not states and (write is None or token is None):
         return CheckedLayout()
-    blocks, values = _drawn(group, random.Random(seed)), set[str]()
+    blocks, values = _drawn(group, random.Random(seed)), set[int]()
     for number, block in enumerate(blocks):
         probe = Probe(planes, block, tensor, group.num_blocks)
         try:
             if write is not None and token is not None:
                 values |= _TokenCheck(group, probe, write, token).run(thorough=number < 2, dependence=not number)
-            checks = [_StateCheck(probe, index, state[block]) for index, state in enumerate(states)]
+            own = [probe.planes_in(state[block]) for state in states]
             if write is None:
-                _check_all_held(planes, checks)
-            for check in checks:
-                values |= check.run()
+                _check_all_held(planes, own)
+            for index, state in enumerate(states):
+                values |= _check_state(probe, index, state[block], own[index])
         finally:
             probe.restore()
-    by_value = tuple(plane.component for plane in planes if plane.component in values)
-    rest = tuple(plane.component for plane in planes if plane.component not in values)
+    by_value = tuple(plane.component for index, plane in enumerate(planes) if index in values)
+    rest = tuple(plane.component for index, plane in enumerate(planes) if index not in values)
     return CheckedLayout(by_value, rest, tuple(sorted(blocks)))
 
 
@@ -133,8 +132,7 @@ class _TokenCheck:
                 declared = f"a block of {plane.component} is declared to hold {plane.block_states} tokens"
                 problem = f"{declared}, the group's {self._states}"
                 raise mismatch(plane, problem, self._states, plane.block_states)
-        self._device = probe.cells[0].device
-        self._heads = {name: taken.shape[0] for name, taken in token.items()}
+        self._device = probe.device
         generator = torch.Generator().manual_seed(probe.block)
         self._inputs = {
             # No values near zero, which quantising would make equal.
@@ -144,23 +142,35 @@ class _TokenCheck:
         }
         # Another sign, for formats that divide by the largest element, and another size.
         self._others: dict[str, torch.Tensor] = {name: found * -1.5 for name, found in self._inputs.items()}
-        self._by_value = [
-            plane.format == PLAIN
+        self._expected = {
+            number: self._cells_of_inputs(plane)
+            for number, plane in enumerate(self._planes)
+            if plane.format == PLAIN
             and plane.component in token
             and plane.dtype == str(token[plane.component].dtype).removeprefix("torch.")
-            for plane in self._planes
-        ]
+        }
+        """The cells in natural order, by the index of their plane: compared by value with the inputs."""
 
-    def run(self, *, thorough: bool, dependence: bool) -> set[str]:
-        """Check the block; return the components that were compared by value. If `thorough`, also write the first and
-        the last granule of each size alone; if `dependence`, check on which inputs the other components depend."""
+    def run(self, *, thorough: bool, dependence: bool) -> set[int]:
+        """Check the block; return the indices of the planes that were compared by value. If `thorough`, also write the
+        first and the last granule of each size alone; if `dependence`, check on which inputs the other planes depend.
+        """
         self._check_granule(0, self._states)
         for granule in sorted({plane.token_granule for plane in self._planes} - {self._states}) if thorough else ():
             self._check_granule(0, granule)
             self._check_granule(self._states - granule, self._states)
-        if dependence and not all(self._by_value):
+        if dependence and len(self._expected) < len(self._planes):
             self._check_dependence()
-        return {plane.component for plane, compared in zip(self._planes, self._by_value, strict=True) if compared}
+        return set(self._expected)
+
+    def _cells_of_inputs(self, plane: Plane) -> torch.Tensor:
+        wrote = self._inputs[plane.component].view(torch.uint8)
+        declared = len(plane.units), plane.state_bytes
+        if wrote.shape[1:] != declared:
+            said = f"{plane.component} is declared to hold {declared[0]} heads of {declared[1]} bytes"
+            problem = f"{said}, the engine writes {wrote.shape[1]} of {wrote.shape[2]}"
+            raise mismatch(plane, problem, tuple(wrote.shape[1:]), declared)
+        return wrote
 
     def _write_tokens(self, inputs: Tokens, first: int, end: int) -> None:
         slots = self._probe.block * self._states + torch.arange(first, end, device=self._device)
@@ -169,18 +179,13 @@ class _TokenCheck:
     def _check_granule(self, first: int, end: int) -> None:
         """Write tokens ``[first, end)``: their cells must change, and no others; in planes with larger granules, some
         cells of the granule. If these are all tokens, compare them by value as well."""
-        whole = end - first == self._states
         chosen = self._none_chosen()
         for tokens in chosen.values():
             tokens[first:end] = True
-        allowed = self._cells(chosen)
-        write = partial(self._write_tokens, self._inputs, first, end)
-        changed = self._probe.effect_on_any(write, allowed, self._compare if whole else None)
-        for number, (plane, found) in enumerate(zip(self._planes, changed, strict=True)):
-            # Only formats with a name of their own have bytes that are never written, and never whole granules of them.
-            exact = plane.format == PLAIN and plane.token_granule <= end - first
-            written = found.all(-1) if exact else _of_granules(found.any(-1), plane)
-            self._probe.check_written(number, allowed[number] & ~written)
+        # Only formats with a name of their own have bytes that are never written, and never whole granules of them.
+        exact = [plane.format == PLAIN and plane.token_granule <= end - first for plane in self._planes]
+        expected = self._expected if end - first == self._states else {}
+        self._probe.check(partial(self._write_tokens, self._inputs, first, end), self._cells(chosen), exact, expected)
 
     def _check_dependence(self) -> None:
         """Write the block again with other inputs for some tokens and heads: only cells of those may change.
@@ -188,16 +193,13 @@ class _TokenCheck:
         The choices are the bits, and the inverted bits, of a number of each input, token and head, so that each cell is
         distinguished from every other.
         """
+        rest = [plane for number, plane in enumerate(self._planes) if number not in self._expected]
         numbers, count = {}, 0
-        for name, heads in self._heads.items():
-            granules = [
-                plane.token_granule
-                for plane, compared in zip(self._planes, self._by_value, strict=True)
-                if not compared and name in self._inputs_of(plane)
-            ]
+        for name, found in self._inputs.items():
+            granules = [plane.token_granule for plane in rest if name in self._inputs_of(plane)]
             if granules:
                 # Tokens that no plane distinguishes have one number.
-                finest = min(granules)
+                finest, heads = min(granules), found.shape[1]
                 held = self._states // finest * heads
                 by_granule = torch.arange(count, count + held, device=self._device).reshape(-1, heads)
                 numbers[name] = by_granule.repeat_interleave(finest, 0)
@@ -214,43 +216,24 @@ class _TokenCheck:
                     for name, found in self._inputs.items()
                 }
                 write = partial(self._write_tokens, inputs, 0, self._states)
-                changed = self._probe.effect(write, self._cells(chosen))
+                changed = self._probe.effect(write, self._cells(chosen), {})
                 touched = [known | found.any(-1) for known, found in zip(touched, changed, strict=True)]
         for number, (plane, found) in enumerate(zip(self._planes, touched, strict=True)):
             # Scales need not change with the values that they scale.
-            if not self._by_value[number] and not plane.component.endswith("_scale"):
-                self._probe.check_written(number, ~_of_granules(found, plane))
-
-    def _compare(self) -> None:
-        """Compare cells in natural order with the inputs."""
-        for number, plane in enumerate(self._planes):
-            if not self._by_value[number]:
-                continue
-            wrote = self._inputs[plane.component].view(torch.uint8)
-            declared = len(plane.units), plane.state_bytes
-            if wrote.shape[1:] != declared:
-                said = f"{plane.component} is declared to hold {declared[0]} heads of {declared[1]} bytes"
-                problem = f"{said}, the engine writes {wrote.shape[1]} of {wrote.shape[2]}"
-                raise mismatch(plane, problem, tuple(wrote.shape[1:]), declared)
-            expected = wrote.reshape(plane.pages, plane.page_tokens, *declared).permute(0, 2, 1, 3)
-            self._probe.check_equal(number, expected)
+            if number not in self._expected and not plane.component.endswith("_scale"):
+                self._probe.check_written(number, ~of_granules(found, plane.token_granule))
 
     def _cells(self, chosen: Tokens) -> list[torch.Tensor]:
         """Return the whole granules of some tokens and heads, ``bool [tokens, heads]`` by input, as cells by plane."""
         found = []
         for plane in self._planes:
-            granules = torch.stack([self._granules(plane, chosen[name]) for name in self._inputs_of(plane)]).any(0)
-            by_token = granules.repeat_interleave(plane.token_granule, 0)
-            found.append(by_token.reshape(plane.pages, plane.page_tokens, -1).permute(0, 2, 1))
+            cells = torch.zeros(self._states, len(plane.units), dtype=torch.bool, device=self._device)
+            for name in self._inputs_of(plane):
+                # Units that are not the heads, or that may not be divided: any head changes all units.
+                by_unit = chosen[name].shape[1] == len(plane.units) and plane.units_divide
+                cells |= chosen[name] if by_unit else chosen[name].any(1, keepdim=True)
+            found.append(of_granules(cells, plane.token_granule))
         return found
-
-    def _granules(self, plane: Plane, chosen: torch.Tensor) -> torch.Tensor:
-        """Return which units of which granules have some of the chosen tokens and heads: ``[granules, units]``."""
-        by_granule = chosen.reshape(self._states // plane.token_granule, plane.token_granule, -1).any(1)
-        if by_granule.shape[1] == len(plane.units) and plane.units_divide:
-            return by_granule
-        # Units that are not the heads, or that may not be divided: any head changes all units.
-        return by_granule.any(1, keepdim=True).expand(-1, len(plane.units))
 
     def _inputs_of(self, plane: Plane) -> list[str]:
         """Return the inputs of a plane: by its name (``key`` for key and key_scale), or else all inputs."""
@@ -258,85 +241,45 @@ class _TokenCheck:
         return named or list(self._inputs)
 
     def _none_chosen(self) -> dict[str, torch.Tensor]:
-        shapes = {name: (self._states, heads) for name, heads in self._heads.items()}
-        return {name: torch.zeros(shape, dtype=torch.bool, device=self._device) for name, shape in shapes.items()}
+        return {name: torch.zeros_like(found[..., 0], dtype=torch.bool) for name, found in self._inputs.items()}
 
 
-def _of_granules(cells: torch.Tensor, plane: Plane) -> torch.Tensor:
-    """Whether the granule of each cell has one of the given cells: ``[pages, units, page tokens]``."""
-    granules = cells.reshape(plane.pages, len(plane.units), -1, plane.token_granule).any(-1)
-    return granules.repeat_interleave(plane.token_granule, -1)
-
-
-def _check_all_held(planes: Sequence[Plane], checks: Iterable[_StateCheck]) -> None:
+def _check_all_held(planes: Sequence[Plane], own: Sequence[Sequence[int]]) -> None:
     """Check that every plane is part of some state: what nothing writes to would count as checked."""
-    held = {index for check in checks for index in check.own}
     for index, plane in enumerate(planes):
-        if index not in held:
+        if not any(index in held for held in own):
             problem = f"{plane.component} is declared, but lies in none of the engine's states"
             raise LayoutMismatch(plane.layer, problem, component=plane.component)
 
 
-class _StateCheck:
-    """The check of one recurrent state in a block, which kernels write through a view of the block.
-
-    A state whose first axis is the units of one plane is compared by value, unit by unit. A state of two axes, rows and
-    channels, is also written row by row. `state` is the engine's view; `own` are the indices of the planes in it.
-    """
-
-    def __init__(self, probe: Probe, number: int, state: torch.Tensor) -> None:
-        self._probe, self._number, self._state = probe, number, state
-        self._size = state.numel() * state.element_size()
-        generator = torch.Generator().manual_seed(number)
-        drawn = torch.randint(0, 256, (self._size,), dtype=torch.uint8, generator=generator)
-        self._content = drawn.to(state.device).view(state.dtype).reshape(state.shape)
-        first = int(state.data_ptr())
-        self.own = [
-            index
-            for index, plane in enumerate(probe.planes)
-            if first <= plane.base + probe.block * plane.block_stride < first + self._size
-        ]
-
-    def run(self) -> set[str]:
-        """Return the components that were compared by value."""
-        planes = [self._probe.planes[index] for index in self.own]
-        check_elements(str(self._state.dtype).removeprefix("torch."), planes)
-        allowed = self._probe.nothing()
-        for index in self.own:
-            allowed[index].fill_(True)
-        changed = self._probe.effect_on_any(partial(self._state.copy_, self._content), allowed, self._compare)
-        for index in self.own:
-            self._probe.check_written(index, ~changed[index].all(-1))
-        held = sum(int(changed[index].sum()) for index in self.own)
-        if held != self._size:
-            problem = f"part {self._number} of its state is not declared whole"
-            raise LayoutMismatch(self._probe.planes[0].layer, problem, expected=self._size, found=held)
-        if self._state.dim() == 2:
-            self._check_rows(planes)
-        return {plane.component for plane in planes if self._by_unit(plane)}
-
-    def _compare(self) -> None:
-        for index in self.own:
-            plane = self._probe.planes[index]
-            if self._by_unit(plane):
-                wrote = self._content.contiguous().view(torch.uint8)
-                by_unit = wrote.reshape(len(plane.units), plane.pages, plane.page_tokens, plane.state_bytes)
-                self._probe.check_equal(index, by_unit.permute(1, 0, 2, 3))
-
-    def _by_unit(self, plane: Plane) -> bool:
-        held = prod(self._state.shape[1:]) * self._state.element_size()
-        natural = plane.format == PLAIN and len(plane.units) == self._state.shape[0]
-        return natural and plane.block_states * plane.state_bytes == held
-
-    def _check_rows(self, planes: Sequence[Plane]) -> None:
-        """Write the first and the last row alone: only cells of that row may change. The planes decide which axis
-        counts the rows; nothing is checked if both axes could."""
-        axes = [axis for axis in (0, 1) if {plane.block_states for plane in planes} == {self._state.shape[axis]}]
-        rows = self._state.shape[axes[0]] if len(axes) == 1 else 1
-        for row in {0, rows - 1} if rows > 1 else ():
-            allowed = self._probe.nothing()
-            for index, plane in zip(self.own, planes, strict=True):
-                allowed[index][row // plane.page_tokens, :, row % plane.page_tokens] = True
-            self._probe.fill(POISONS[0])
-            write = partial(self._state.select(axes[0], row).copy_, self._content.select(axes[0], row))
-            self._probe.effect(write, allowed)
+def _check_state(probe: Probe, number: int, state: torch.Tensor, own: Sequence[int]) -> set[int]:
+    """Check a block's view `state` of one recurrent state, in which the planes with the indices `own` lie; return the
+    indices of the planes that were compared by value: where the first axis is the units of one plane."""
+    size = state.numel() * state.element_size()
+    generator = torch.Generator().manual_seed(number)
+    drawn = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).to(state.device)
+    content = drawn.view(state.dtype).reshape(state.shape)
+    planes = [probe.planes[index] for index in own]
+    check_elements(str(state.dtype).removeprefix("torch."), planes)
+    allowed, expected = probe.nothing(), {}
+    for index, plane in zip(own, planes, strict=True):
+        allowed[index].fill_(True)
+        natural = plane.format == PLAIN and len(plane.units) == state.shape[0]
+        if natural and plane.bytes_per_block == size:
+            expected[index] = drawn.reshape(len(plane.units), plane.block_states, -1).transpose(0, 1)
+    probe.check(partial(state.copy_, content), allowed, [True] * len(allowed), expected)
+    held = sum(plane.bytes_per_block for plane in planes)
+    if held != size:
+        problem = f"part {number} of its state is not declared whole"
+        raise LayoutMismatch(probe.planes[0].layer, problem, expected=size, found=held)
+    # The planes decide which axis counts the rows; nothing is checked if both axes could.
+    axes = [axis for axis in range(state.dim()) if {plane.block_states for plane in planes} == {state.shape[axis]}]
+    rows = state.shape[axes[0]] if state.dim() == 2 and len(axes) == 1 else 1
+    for row in {0, rows - 1} if rows > 1 else ():
+        # Only cells of this row may change.
+        allowed = probe.nothing()
+        for index in own:
+            allowed[index][row] = True
+        probe.fill(POISONS[0])
+        probe.effect(partial(state.select(axes[0], row).copy_, content.select(axes[0], row)), allowed, {})
+    return set(expected)

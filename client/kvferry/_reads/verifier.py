@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -12,19 +12,20 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry._control.backoff import Backoff
-from kvferry._control.connection import CALL_TIMEOUT, Control
+from kvferry._control.connection import CALL_TIMEOUT
 from kvferry._integrity.summed_blocks import IntegrityOptions, Verification, divided, held_blocks
 from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._memory.rank_memory import RankMemory
+from kvferry._reads.rank_read import RankRead
 from kvferry.errors import DataLoss, InvalidField, KvferryError
-from kvferry.geometry.blocks import Blocks, id_runs
+from kvferry.geometry.blocks import id_runs
 from kvferry.geometry.plane import Interval
 from kvferry.planner.checksum import Sums, places_of
 from kvferry.planner.coverage import PlaneRead
 from kvferry.planner.lane import Lane
 from kvferry.planner.plan import ReadPlan
-from kvferry.planner.request_blocks import GroupRequest, needed
+from kvferry.planner.request_blocks import GroupRequest
 from kvferry.planner.rows import Int64s
 from kvferry.planner.token_line import AlikeBlocks
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -39,23 +40,6 @@ ASKED_PLANES = 1024
 
 PAUSE_FIRST, PAUSE_LAST = 0.002, 0.1
 """Shortest and longest seconds between two calls for sums that the home does not have yet."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Arrived:
-    """A read whose bytes have all arrived. For `granted`, `blocks` and `tokens` see `ReadPlan.expand`. The comparison
-    does not wait beyond `deadline`, on the loop's clock; `check` raises `TransferCancelled` if the read was cancelled.
-    """
-
-    home: Control
-    lease_id: bytes
-    publication: int
-    plan: ReadPlan
-    granted: Mapping[str, Blocks]
-    blocks: Mapping[str, Blocks]
-    tokens: tuple[int, int] | None
-    deadline: float
-    check: Callable[[], None]
 
 
 _Page: TypeAlias = tuple[Interval, Int64s, Sums]
@@ -81,25 +65,25 @@ class Verifier:
         self._memory = memory
         self._options = options
 
-    async def verify(self, read: Arrived) -> Verification:
-        """Compare all sums that the source has sent. Raises `DataLoss` if one differs from the source's, and
-        `TransferCancelled` if the read was cancelled."""
-        give_up = min(read.deadline, self._loop.now() + self._options.patience)
-        compared, plan, share = _Compared(), read.plan, self._options.share
-        source_groups, _ = plan.groups_by_name
-        moved = needed(plan.groups, source_groups, read.granted, read.blocks, read.tokens)
+    async def verify(self, read: RankRead, plan: ReadPlan) -> Verification:
+        """Compare all sums that the source has sent with the bytes of a read, which have all arrived. Does not wait
+        beyond the read's deadline. Raises `DataLoss` if one differs from the source's, and `TransferCancelled` if the
+        read was cancelled."""
+        publication, compared = read.order.publication, _Compared()
+        give_up = min(read.order.deadline, self._loop.now() + self._options.patience)
+        source_groups, moved = plan.groups_by_name[0], read.moved(plan)
         for lane in plan.lanes:
             name, blocks = lane.group.name, list[AlikeBlocks]()
             if name not in moved:
                 continue
-            found = held_blocks(lane, moved[name], source_groups[name], read.granted[name], read.publication, share)
-            for whole, others in found:
+            group, granted = source_groups[name], read.granted[name]
+            for whole, others in held_blocks(lane, moved[name], group, granted, publication, self._options.share):
                 compared.unknown += others * sum(len(of.units) for of in lane.reads)
                 blocks += whole
             if blocks:
                 pages = await self._sums_of(read, lane, blocks, give_up)
                 compare = partial(self._compare, read, lane, moved[name], blocks, pages, compared)
-                await self._loop.on_thread(compare, f"kvferry-verify-{plan.source.engine_id}-{read.publication}")
+                await self._loop.on_thread(compare, f"kvferry-verify-{plan.source.engine_id}-{publication}")
         if compared.first is not None:
             compared.first.values["mismatches"] = str(compared.wrong)
             raise compared.first
@@ -107,7 +91,7 @@ class Verifier:
 
     def _compare(
         self,
-        read: Arrived,
+        read: RankRead,
         lane: Lane,
         moved: GroupRequest,
         blocks: Sequence[AlikeBlocks],
@@ -137,35 +121,31 @@ class Verifier:
                 found.wrong += len(unequal)
 
     async def _sums_of(
-        self, read: Arrived, lane: Lane, blocks: Sequence[AlikeBlocks], give_up: float
+        self, read: RankRead, lane: Lane, blocks: Sequence[AlikeBlocks], give_up: float
     ) -> dict[str, list[_Page]]:
         """Fetch the sums of a lane's blocks, by plane; returns those that the home has until `give_up`."""
-        found: dict[str, list[_Page]] = {}
-        if not read.lease_id:
-            # A read from a hint: its publication announced no sums.
-            return found
-        backoff = Backoff(PAUSE_FIRST, PAUSE_LAST)
-        requests = [
-            pb.ReadChecksumsRequest(reader=self._reader, lease_id=read.lease_id, queries=[query])
-            for query in _queries(lane, blocks)
-        ]
-        while requests:
-            read.check()
-            try:
-                left = min(CALL_TIMEOUT, read.deadline - self._loop.now())
-                answer = await read.home.read_checksums(requests[0], max(0.001, left))
-                pages = [(part.plane, _page(part)) for part in answer.checksums]
-            except KvferryError as error:
-                # Sums that cannot be fetched count as unverified; they do not fail the read.
-                rank, publication = lane.source_rank, read.publication
-                logger.info("could not fetch the sums of rank %d of publication %d: %s", rank, publication, error)
-                return found
-            if lane.source_rank in answer.pending_ranks and self._loop.now() + backoff.pause < give_up:
-                await asyncio.sleep(backoff.next())
-                continue
+        order, found, backoff = read.order, dict[str, list[_Page]](), Backoff(PAUSE_FIRST, PAUSE_LAST)
+        lease_id = order.lease.lease_id
+        # A read from a hint has none: its publication announced no sums.
+        for query in _queries(lane, blocks) if lease_id else ():
+            request = pb.ReadChecksumsRequest(reader=self._reader, lease_id=lease_id, queries=[query])
+            pending = True
+            while pending:
+                read.check()
+                try:
+                    left = min(CALL_TIMEOUT, order.deadline - self._loop.now())
+                    answer = await order.home.read_checksums(request, max(0.001, left))
+                    pages = [(part.plane, _page(part)) for part in answer.checksums]
+                except KvferryError as error:
+                    # Sums that cannot be fetched count as unverified; they do not fail the read.
+                    problem = "could not fetch the sums of rank %d of publication %d: %s"
+                    logger.info(problem, lane.source_rank, order.publication, error)
+                    return found
+                pending = lane.source_rank in answer.pending_ranks and self._loop.now() + backoff.pause < give_up
+                if pending:
+                    await asyncio.sleep(backoff.next())
             for plane, page in pages:
                 found.setdefault(plane, []).append(page)
-            requests.pop(0)
         return found
 
 
@@ -224,18 +204,16 @@ def _data_loss(
     place = int(alike.places[row])
     source_block = int(moved.source.ids[place - moved.source.first])
     blocks = ",".join(dict.fromkeys(str(block) for block in alike.ids[row].tolist()))
-    message = (
-        f"{plane.source.name}, unit {unit}, of source rank {plane.source_rank}, block {source_block} (place {place}): "
-        f"the source had the sum {sums[0]:#010x}, in destination blocks {blocks} it is {sums[1]:#010x}"
-    )
+    expected, computed = (f"{of:#010x}" for of in sums)
     return DataLoss(
-        message,
+        f"{plane.source.name}, unit {unit}, of source rank {plane.source_rank}, block {source_block} (place {place}): "
+        f"the source had the sum {expected}, in destination blocks {blocks} it is {computed}",
         plane=plane.source.name,
         source_rank=plane.source_rank,
         place=place,
         unit=unit,
         source_block=source_block,
         destination_blocks=blocks,
-        expected=f"{sums[0]:#010x}",
-        computed=f"{sums[1]:#010x}",
+        expected=expected,
+        computed=computed,
     )
