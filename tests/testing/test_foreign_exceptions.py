@@ -44,7 +44,7 @@ STARTED = {
     "_directory/directory.py": "catches everything itself: a look at the directory, again and again",
     "_loop.py": "the loop itself, which begins again when something has stopped it; work that takes long",
     "_control/connection.py": "reads a stream; tests whether the system has threads",
-    "_reads/read.py": "a callback of a read, once",
+    "_reads/cache_reads.py": "a callback of a read, once",
     "_reads/runtime.py": "ends a future, whose callbacks belong to the application",
 }
 """Where a thread is started."""

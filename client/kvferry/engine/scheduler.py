@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, READ_TIMEOUT
 from kvferry._client import Client, client_runtime_of
-from kvferry._control.acquisition import ReadTerms
+from kvferry._control.acquire_request import ReadTerms
 from kvferry._control.publications import Publication, Release
 from kvferry._control.publish import Publish, PublishMore
 from kvferry._control.questions import ANSWER_WAIT, AskedPrefix, Question

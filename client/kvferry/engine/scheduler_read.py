@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvferry._control.acquisition import Acquired, AcquireRequest
+from kvferry._control.acquire_request import Acquired, AcquireRequest
 from kvferry._control.granted_steps import GrantedPart
 from kvferry._loop import Loop
 from kvferry._reads.leased_read import LeasedRead, ReadStage
 from kvferry._wire.publication import told_fields
 from kvferry.engine.values import GrantStep, Offer, ReadEnd, ReadSource
+from kvferry.errors import TransferStuck
 from kvferry.geometry.blocks import joined, runs_of
 
 
@@ -34,6 +35,21 @@ class SchedulerRead(LeasedRead):
         self.lost: dict[str, tuple[int, ...]] = {}
         self.withheld: ReadEnd | None = None
         self.written: int | None = None
+
+    def overdue(self) -> TransferStuck:
+        read_id, request = self.read_id, f"request {self.request_id!r}"
+        if self.stage is ReadStage.GRANTED:
+            return TransferStuck(
+                f"{request} was granted but not attached in time: attach it, or cancel it", read_id=read_id
+            )
+        if not self.silent:
+            return TransferStuck(f"read {read_id} of {request} ended after its timeout", read_id=read_id)
+        silent = ", ".join(map(str, self.silent))
+        message = (
+            f"read {read_id} of {request} did not end in time: rank {silent} has not reported its end; was the grant "
+            "started there, and is what the worker's `finished` returns collected here?"
+        )
+        return TransferStuck(message, quiet=False, read_id=read_id, ranks=silent)
 
 
 def offer_of(read: SchedulerRead, acquired: Acquired) -> Offer:
