@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from kvferry._integrity.summed_blocks import Verification as Verification
     from kvferry._prompt import Prompt as Prompt
     from kvferry._prompt import PromptInput as PromptInput
-    from kvferry._reads.read import Read as Read
-    from kvferry._reads.read import ReadProgress as ReadProgress
-    from kvferry._reads.read import ReadResult as ReadResult
-    from kvferry._reads.read import ReadState as ReadState
+    from kvferry._reads.cache_reads import Read as Read
+    from kvferry._reads.cache_reads import ReadProgress as ReadProgress
+    from kvferry._reads.cache_reads import ReadResult as ReadResult
+    from kvferry._reads.cache_reads import ReadState as ReadState
     from kvferry._session import EngineSession as EngineSession
     from kvferry._transport.nixl_options import NixlOptions as NixlOptions
     from kvferry._transport.staging_pool import StagingOptions as StagingOptions
@@ -93,7 +93,7 @@ _NAMES = {
     "_engine_spec": ("EngineSpec",),
     "_integrity.summed_blocks": ("IntegrityOptions", "Verification"),
     "_prompt": ("Prompt", "PromptInput"),
-    "_reads.read": ("Read", "ReadProgress", "ReadResult", "ReadState"),
+    "_reads.cache_reads": ("Read", "ReadProgress", "ReadResult", "ReadState"),
     "_session": ("EngineSession",),
     "_transport.nixl_options": ("NixlOptions",),
     "_transport.staging_pool": ("StagingOptions",),

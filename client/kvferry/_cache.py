@@ -6,14 +6,14 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 
 from kvferry import _arguments as arguments
-from kvferry._control.acquisition import AcquireRequest, ReadTerms
+from kvferry._control.acquire_request import AcquireRequest, ReadTerms
 from kvferry._control.block_use import BlockUse
 from kvferry._control.questions import ANSWER_WAIT, AskedPrefix
 from kvferry._directory.directory import Listing
 from kvferry._forks import Closing
 from kvferry._prompt import Prompt, check_within
+from kvferry._reads.cache_reads import OwnRead, Read
 from kvferry._reads.rank_read import Wanted
-from kvferry._reads.read import OwnRead, Read
 from kvferry._reads.runtime import RankRuntime
 from kvferry._session import EngineSession, home_session_of
 from kvferry.errors import Closed, InvalidField, WrongState

@@ -13,7 +13,8 @@ from typing import Any, TypeAlias, TypeVar
 import pytest
 
 from kvferry._clock import now, to_duration
-from kvferry._control.acquisition import Acquired, AcquireRequest, Acquisition
+from kvferry._control.acquire_request import Acquired, AcquireRequest
+from kvferry._control.acquisition import Acquisition
 from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.reader_lease import ReaderLease
@@ -135,6 +136,7 @@ class Reading:
 
     def _gave_up(self, home: Control, lease: ReaderLease, outcome: pb.RankOutcome.ValueType) -> None:
         assert home is self.home
+        self.renewals.drop(lease)
         self.given_back.append((lease.lease_id, outcome))
 
     def _changed(self) -> None:

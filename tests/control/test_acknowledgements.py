@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvferry._control import home_session
-from kvferry._control.home_session import ACKNOWLEDGE_AGAIN, HomeSession
+from kvferry._control.backoff import BACKOFF_FIRST
+from kvferry._control.home_session import HomeSession
 from kvferry.errors import HomeRecovering, KvferryError, PeerRestarted
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.control.scripted import SPEC, released
@@ -72,20 +73,18 @@ def test_releases_whose_acknowledgement_was_refused_go_with_the_next_one(world: 
     assert world.acknowledged == [[1], [1, 2]]
 
 
-@pytest.mark.parametrize(
-    ("asked", "pause"), [(None, ACKNOWLEDGE_AGAIN), (ACKNOWLEDGE_AGAIN / 2, ACKNOWLEDGE_AGAIN), (7.0, 7.0)]
-)
+@pytest.mark.parametrize(("asked", "least", "most"), [(None, BACKOFF_FIRST / 2, BACKOFF_FIRST), (7.0, 7.0, 7.0)])
 @pytest.mark.parametrize("closed", [False, True])
 def test_acknowledgements_are_repeated_after_the_pause_unless_the_session_is_closed(
-    world: World, asked: float | None, pause: float, closed: bool
+    world: World, asked: float | None, least: float, most: float, closed: bool
 ) -> None:
     world.release(1)
     world.fail(HomeRecovering("not now", retry_after=asked))
-    world.advance(pause - 0.001)
+    world.advance(least - 0.001)
     assert world.acknowledged == [[1]]
     if closed:
         world.session.close()
-    world.advance(0.001)
+    world.advance(most - least + 0.001)
     assert world.acknowledged == [[1]] * (1 if closed else 2)
 
 

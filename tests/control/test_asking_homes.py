@@ -8,7 +8,7 @@ import pytest
 
 from kvferry import Prompt
 from kvferry._clock import from_duration
-from kvferry._control.acquisition import Acquired, AcquireRequest, ReadTerms
+from kvferry._control.acquire_request import Acquired, AcquireRequest, ReadTerms
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.questions import AskedPrefix
 from kvferry._wire.authority import question_name

@@ -18,10 +18,8 @@ from kvferry import Blocks, Client, EngineSpec
 from kvferry._cache import runtime_of
 from kvferry._clock import now, to_duration
 from kvferry._control import granted_steps
-from kvferry._control.acquisition import Acquired
 from kvferry._control.block_use import BlockUse
 from kvferry._control.connection import Control
-from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.publications import Publication
 from kvferry._control.publish import PublishMore
@@ -197,8 +195,8 @@ def test_a_lease_has_a_longest_time_and_is_renewed_meanwhile() -> None:
 
 
 def let_go(holder: LeaseHolder, home: Control) -> None:
-    granted = Acquired(ReaderLease(b"l" * 16, now(), 60.0, 20.0), pb.EngineRef(), "request", GrantedPart({}))
-    on_loop(home._loop, lambda: holder.let_go(home, granted))
+    lease = ReaderLease(b"l" * 16, now(), 60.0, 20.0)
+    on_loop(home._loop, lambda: holder.let_go(home, lease))
 
 
 def test_a_home_that_takes_nothing_keeps_few_messages_waiting_and_none_to_others(

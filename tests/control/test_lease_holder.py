@@ -8,31 +8,28 @@ from functools import partial
 from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import pytest
 
 from kvferry._arguments import MOST_SECONDS
 from kvferry._clock import now
 from kvferry._control import lease_holder
-from kvferry._control.acquisition import Acquired, AcquireRequest, ReadTerms
-from kvferry._control.connection import Control
-from kvferry._control.granted_steps import GrantedPart
+from kvferry._control.acquire_request import Acquired, AcquireRequest, ReadTerms
+from kvferry._control.connection import Control, NotificationAnswer
 from kvferry._control.homes import Homes
-from kvferry._control.lease_holder import DECLINE_PATIENCE, Answer, LeaseHolder
+from kvferry._control.lease_holder import DECLINE_PATIENCE, LeaseHolder
 from kvferry._control.notifier import Message, Notifier
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._prompt import Prompt
 from kvferry._wire.status import to_notification_error
 from kvferry._wire.token import engine_ref
-from kvferry.errors import BadReference, HomeNotAllowed, InvalidField, KvferryError, LeaseEnded
+from kvferry.errors import BadReference, HomeNotAllowed, InvalidField, LeaseEnded
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.control.holding import LEASE, READER, accepted, reference
 from tests.control.scripted import Scripted, polled, scripted
 from tests.support.blocking_control import on_loop
-
-Verdict: TypeAlias = "pb.Verdict.ValueType | None"
 
 
 class Holding:
@@ -45,10 +42,10 @@ class Holding:
         self.holder = LeaseHolder(self.loop, self.homes, self.renewals, READER, rank)
         self.lease = ReaderLease(LEASE, now(), 60.0, 20.0)
 
-    def granted(self) -> Acquired:
+    def granted(self) -> ReaderLease:
         keep = partial(self.renewals.keep, self.lease, self.control, engine_ref(READER), "a read", lambda: None)
         on_loop(self.loop, keep)
-        return Acquired(self.lease, pb.EngineRef(), "request", GrantedPart({}))
+        return self.lease
 
     def told(self, count: int = 1) -> list[pb.Notification]:
         """The notifications that the home has got, once they are so many."""
@@ -62,13 +59,13 @@ class Holding:
         """The read that is reported."""
         return cast(AcquireRequest, SimpleNamespace(home=self.control))
 
-    def verdict(self, result: pb.NotificationResult) -> Verdict:
-        verdicts: Queue[Answer] = Queue()
+    def answer(self, result: pb.NotificationResult) -> NotificationAnswer | None:
+        """What a read hears of its report."""
+        answers: Queue[NotificationAnswer | None] = Queue()
         self.server.notify = lambda _: [result]
         report = pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE, bytes=7)
-        on_loop(self.loop, lambda: self.holder.report(self.read(), self.lease, [report], verdicts.put))
-        answer = verdicts.get(timeout=30)
-        return None if isinstance(answer, KvferryError) else answer
+        on_loop(self.loop, lambda: self.holder.report(self.read(), self.lease, [report], answers.put))
+        return answers.get(timeout=30)
 
 
 @pytest.fixture(params=[None], ids=["engine"])
@@ -120,20 +117,20 @@ def test_a_bad_reference_is_refused_before_any_call(holding: Holding, text: str,
 
 
 @pytest.mark.parametrize(
-    ("result", "verdict"),
+    "result",
     [
-        (pb.NotificationResult(read_ended=pb.ReadEnded(verdict=pb.VERDICT_VALID)), pb.VERDICT_VALID),
-        (pb.NotificationResult(read_ended=pb.ReadEnded(verdict=pb.VERDICT_EXPIRED)), pb.VERDICT_EXPIRED),
-        (pb.NotificationResult(done=pb.Acknowledged()), None),
-        (pb.NotificationResult(error=to_notification_error(LeaseEnded("no such lease"))), None),
+        pb.NotificationResult(read_ended=pb.ReadEnded(verdict=pb.VERDICT_VALID)),
+        pb.NotificationResult(done=pb.Acknowledged()),
+        pb.NotificationResult(error=to_notification_error(LeaseEnded("no such lease"))),
     ],
-    ids=["valid", "expired", "no verdict", "error"],
+    ids=["verdict", "no verdict", "error"],
 )
-def test_the_verdict_is_that_of_the_home_or_none(
-    holding: Holding, monkeypatch: pytest.MonkeyPatch, result: pb.NotificationResult, verdict: Verdict
+def test_a_read_hears_its_homes_answer_to_the_report(
+    holding: Holding, monkeypatch: pytest.MonkeyPatch, result: pb.NotificationResult
 ) -> None:
     monkeypatch.setattr(lease_holder, "VERDICT_TIMEOUT", 30.0)
-    assert holding.verdict(result) == verdict
+    answer = holding.answer(result)
+    assert isinstance(answer, LeaseEnded) if result.HasField("error") else answer == result
     told = holding.told()[0].read_done
     assert told.lease_id == LEASE
     assert [(report.rank, report.bytes) for report in told.reports] == [(0, 7)]
@@ -163,7 +160,7 @@ def test_a_dropped_lease_sends_nothing(holding: Holding) -> None:
     on_loop(holding.loop, lambda: holding.holder.drop(granted))
     assert holding.lease not in holding.renewals._kept
     # Whatever it had told came first.
-    other = Acquired(ReaderLease(b"o" * 16, now(), 60.0, 20.0), pb.EngineRef(), "request", GrantedPart({}))
+    other = ReaderLease(b"o" * 16, now(), 60.0, 20.0)
     on_loop(holding.loop, lambda: holding.holder.let_go(holding.control, other))
     assert [told.cancel.lease_id for told in holding.told()] == [b"o" * 16]
 
@@ -222,5 +219,5 @@ def test_a_granted_lease_is_renewed_until_it_is_dropped(holding: Holding) -> Non
     assert (found.lease.lease_id, found.part.told.payload) == (LEASE, b"token")
     assert (holding.server.asked[0].parties, holding.server.asked[0].expected_reads) == (3, 5)
     assert found.lease in holding.renewals._kept
-    on_loop(holding.loop, lambda: holding.holder.drop(found))
+    on_loop(holding.loop, lambda: holding.holder.drop(found.lease))
     assert found.lease not in holding.renewals._kept

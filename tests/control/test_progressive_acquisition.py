@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvferry._clock import now, to_duration
-from kvferry._control.acquisition import Acquired
+from kvferry._control.acquire_request import Acquired
 from kvferry._control.granted_steps import GrantedPart
 from kvferry.errors import (
     HomeRecovering,

@@ -12,8 +12,8 @@ import pytest
 
 from kvferry import Blocks, Client, EngineSpec, Group
 from kvferry._clock import from_duration, now, to_duration
-from kvferry._control.batches import BATCH
 from kvferry._control.connection import Control, NotificationAnswer
+from kvferry._control.notifier import BATCH
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry.errors import InvalidField

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvferry import Blocks, Client, EngineSpec, Group, Interval, MemoryKind, MemoryRegion, Plane
 from kvferry._clock import now
-from kvferry._control.batches import BATCH, SENT_BYTES, SENT_NOTIFY_BYTES, batches
+from kvferry._control.notifier import BATCH, SENT_BYTES, SENT_NOTIFY_BYTES, batches
 from kvferry._control.publish import Publish, PublishMore
 from kvferry._session import home_session_of
 from kvferry._wire.channel import MAX_MESSAGE_BYTES, MAX_NOTIFY_BYTES

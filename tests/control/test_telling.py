@@ -11,17 +11,16 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import pytest
 
 from kvferry._clock import now, to_duration
 from kvferry._control import lease_holder, notifier
-from kvferry._control.acquisition import Acquired, AcquireRequest
-from kvferry._control.batches import BATCH
+from kvferry._control.acquire_request import Acquired, AcquireRequest
 from kvferry._control.connection import CALL_TIMEOUT, Control, NotificationAnswer
-from kvferry._control.granted_steps import GrantedPart
-from kvferry._control.lease_holder import Answer, LeaseHolder
+from kvferry._control.lease_holder import LeaseHolder
+from kvferry._control.notifier import BATCH
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.retrying import retrying
 from kvferry._tracing import NO_SPAN, Span
@@ -46,6 +45,8 @@ from tests.control.scripted import Scripted, polled, scripted
 from tests.support.blocking_control import BlockingControl, looping, on_loop
 from tests.support.waiting import until
 
+Answer: TypeAlias = "pb.Verdict.ValueType | KvferryError | None"
+
 
 def kinds_of(request: pb.NotifyRequest) -> list[str | None]:
     return [told.WhichOneof("kind") for told in request.notifications]
@@ -69,8 +70,8 @@ def held_up(server: Scripted) -> threading.Event:
 
 def cancel(holder: LeaseHolder, control: Control) -> None:
     """Give a lease back."""
-    granted = Acquired(ReaderLease(LEASE, now(), 60.0, 20.0), pb.EngineRef(), "request", GrantedPart({}))
-    on_loop(control._loop, lambda: holder.let_go(control, granted))
+    lease = ReaderLease(LEASE, now(), 60.0, 20.0)
+    on_loop(control._loop, lambda: holder.let_go(control, lease))
 
 
 def report(
@@ -82,7 +83,11 @@ def report(
     span: Span = NO_SPAN,
 ) -> None:
     read = cast(AcquireRequest, SimpleNamespace(home=control))
-    holder.report(read, ReaderLease(lease, now(), 60.0, 20.0), shares, heard.append, span)
+
+    def hear(answer: NotificationAnswer | None) -> None:
+        heard.append(answer.read_ended.verdict if isinstance(answer, pb.NotificationResult) else answer)
+
+    holder.report(read, ReaderLease(lease, now(), 60.0, 20.0), shares, hear, span)
 
 
 @pytest.mark.parametrize("way", ["as a result", "as a status"])

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, Client, EngineSpec, Group, MemoryKind, MemoryRegion, ReleaseOutcome
-from kvferry._control.acquisition import Acquired, ReadTerms
-from kvferry._control.batches import read_done
+from kvferry._control.acquire_request import Acquired, ReadTerms
+from kvferry._control.notifier import read_done
 from kvferry._wire.token import engine_ref
 from kvferry.errors import PeerRestarted, PublicationReleased, PublicationStale
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -162,7 +162,7 @@ def test_a_lease_is_acquired_again_at_a_home_that_restarted(tmp_path: Path) -> N
             home = BlockingControl(server.address, control=request.home)
             result = home.notify_one(pb.NotifyRequest(sender=engine_ref(token), notifications=done))
             assert result.read_ended.verdict == pb.VERDICT_VALID
-            on_loop(runtime.loop, lambda: holder.drop(granted))
+            on_loop(runtime.loop, lambda: holder.drop(granted.lease))
             runtime.loop.run(holder.close(10))
             (release,) = caches[0].session.released(timeout=30)
             assert (release.publication, release.outcome) == (publication.number, ReleaseOutcome.READ)

@@ -17,7 +17,7 @@ import pytest
 from kvferry import Blocks, Client, EngineSpec, Group, MissReason, Prompt, Question
 from kvferry._cache import Cache
 from kvferry._clock import now
-from kvferry._control.acquisition import ReadTerms
+from kvferry._control.acquire_request import ReadTerms
 from kvferry._control.connection import Control
 from kvferry._control.publications import Publication
 from kvferry._control.publish import Publish, PublishMore

@@ -13,8 +13,8 @@ import pytest
 
 from kvferry import Blocks, EngineSpec, Group, Publication, Release, ReleaseOutcome
 from kvferry._control import publication_sender
-from kvferry._control.batches import BATCH
 from kvferry._control.connection import CALL_TIMEOUT, Control, NotificationAnswer
+from kvferry._control.notifier import BATCH
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.errors import (
     HomeRecovering,
@@ -104,7 +104,7 @@ def calls(port: SchedulerPort, monkeypatch: pytest.MonkeyPatch) -> Calls:
 def small_calls(monkeypatch: pytest.MonkeyPatch) -> int:
     """How many notifications a call takes: few."""
     few = 4
-    monkeypatch.setattr("kvferry._control.batches.BATCH", few)
+    monkeypatch.setattr("kvferry._control.notifier.BATCH", few)
     monkeypatch.setattr(publication_sender, "BATCH", few)
     return few
 
@@ -391,7 +391,7 @@ def test_the_rest_of_a_refused_publication_is_not_sent(port: SchedulerPort, call
 def test_an_accepted_step_is_sent_or_refused_as_too_large(
     port: SchedulerPort, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("batches", "publish"):
+    for module in ("notifier", "publish"):
         monkeypatch.setattr(f"kvferry._control.{module}.SENT_NOTIFY_BYTES", 4000)
     publish(port, 1)
     assert calls.begun.wait(SOON)

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from kvferry import Blocks, EngineSpec, Group
-from kvferry._control.acquisition import Acquired
+from kvferry._control.acquire_request import Acquired
 from kvferry._control.block_use import BlockUse
 from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder
@@ -200,6 +200,16 @@ def test_the_homes_verdict_decides_a_read(world: World, verdict: Verdict, *, goo
     world.home.judge(pb.VERDICT_EXPIRED)
     world.look()
     assert world.finished() == []
+
+
+def test_an_answer_without_a_verdict_leaves_the_readers_own_clock_to_decide(world: World) -> None:
+    read_id = world.reading()
+    for rank in range(RANKS):
+        world.ends(read_id, rank)
+    assert world.home.heard("report")
+    world.home.say_of(0, pb.NotificationResult(done=pb.Acknowledged()))
+    (end,) = world.finished()
+    assert (end.error, end.confirmed) == (None, False)
 
 
 def test_a_read_that_ended_after_its_lease_fails(world: World) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from kvferry import Blocks, Client, EngineSpec, Interval, MemoryKind, MemoryRegion, Publication, Release
 from kvferry._cache import Cache
 from kvferry._clock import now
-from kvferry._reads.read import Read
+from kvferry._reads.cache_reads import Read
 from kvferry._wire.reference import parse_reference
 from kvferry.errors import KvferryError
 from kvferry.v1 import introspection_pb2 as ipb

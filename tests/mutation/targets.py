@@ -197,10 +197,7 @@ TARGETS: dict[str, Target] = {
     "client/kvferry/_control/reader_lease.py": Target((LEASE, MODEL)),
     "client/kvferry/_control/acquisition.py": Target((ACQUISITION, AGAIN, CONTROL)),
     "client/kvferry/_control/granted_steps.py": Target((STEPS, ACQUISITION)),
-    "client/kvferry/_control/lease_holder.py": Target(
-        (HOLDER, CONTROL),
-        {"_verdict: result is not None and ended -> ended": FOR_THE_TYPE},
-    ),
+    "client/kvferry/_control/lease_holder.py": Target((HOLDER, CONTROL)),
     "client/kvferry/_loop.py": Target((LOOP, ENGINE_READS)),
     "client/kvferry/_control/publications.py": Target((OFFERS, MODEL)),
     "client/kvferry/_control/renewals.py": Target(

@@ -14,16 +14,15 @@ from typing import Any, cast
 import pytest
 
 from kvferry._clock import now
-from kvferry._control.acquisition import Acquired, AcquireRequest
+from kvferry._control.acquire_request import Acquired, AcquireRequest
 from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._memory.rank_memory import Tails
-from kvferry._reads.cache_reads import CacheReads
+from kvferry._reads.cache_reads import CacheReads, OwnRead, Read, ReadResult, ReadState
 from kvferry._reads.meters import ReadMeter
 from kvferry._reads.rank_read import Wanted
-from kvferry._reads.read import OwnRead, Read, ReadResult, ReadState
 from kvferry._reads.source_engines import SourceEngine, SourceEngines
 from kvferry._transport.transfer import Transfer, TransferState
 from kvferry._wire.publication import Told

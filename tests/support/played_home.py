@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast
 
 from kvferry import Prompt
-from kvferry._control.acquisition import Acquired, AcquireRequest
-from kvferry._control.connection import Control
+from kvferry._control.acquire_request import Acquired, AcquireRequest
+from kvferry._control.connection import Control, NotificationAnswer
 from kvferry._control.granted_steps import GrantedPart
-from kvferry._control.lease_holder import Answer
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._loop import Loop
 from kvferry._tracing import NO_SPAN, Span
@@ -60,7 +59,7 @@ class PlayedHome:
         self.changed = threading.Condition()
         self.said: list[str] = []
         self.reports: list[Sequence[pb.RankReport]] = []
-        self.answered: list[Callable[[Verdict], None]] = []
+        self.answered: list[Callable[[NotificationAnswer | None], None]] = []
         self._waiting: dict[str, list[asyncio.Future[Acquired | Exception]]] = {}
 
     # What a test does.
@@ -81,10 +80,15 @@ class PlayedHome:
         assert self.loop.call(lambda: self.steps.setdefault(text, asyncio.Queue()).put_nowait(found))
 
     def judge(self, verdict: Verdict, report: int = 0) -> None:
+        """Answer a report with a verdict, or with none, and wait until that was heard."""
+        ended = None if verdict is None else pb.NotificationResult(read_ended=pb.ReadEnded(verdict=verdict))
+        self.say_of(report, ended)
+
+    def say_of(self, report: int, told: NotificationAnswer | None) -> None:
         """Answer a report, and wait until that was heard."""
 
         async def answer() -> None:
-            self.answered[report](verdict)
+            self.answered[report](told)
             await asyncio.sleep(0)
             await asyncio.sleep(0)
 
@@ -132,7 +136,7 @@ class PlayedHome:
         _: AcquireRequest,
         lease: ReaderLease,
         shares: Sequence[pb.RankReport],
-        answered: Callable[[Answer], None],
+        answered: Callable[[NotificationAnswer | None], None],
         span: Span = NO_SPAN,
     ) -> None:
         with self.changed:
@@ -143,15 +147,12 @@ class PlayedHome:
     def reports_first(self, request: AcquireRequest, lease: ReaderLease) -> bool:
         return True
 
-    def drop(self, granted: Acquired) -> None:
+    def drop(self, lease: ReaderLease) -> None:
         self.say("drop")
 
-    def cancel(self, _: Control, lease: ReaderLease) -> None:
+    def let_go(self, home: Control, lease: ReaderLease) -> None:
+        self.drop(lease)
         self.say("cancel")
-
-    def let_go(self, home: Control, granted: Acquired) -> None:
-        self.drop(granted)
-        self.cancel(home, granted.lease)
 
     async def close(self, timeout: float) -> None:
         self.say("closed")

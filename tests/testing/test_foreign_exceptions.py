@@ -45,7 +45,7 @@ STARTED = {
     "_loop.py": "the loop, which begins again when something has stopped it; work that takes long; ends a future, "
     "whose callbacks belong to the application",
     "_control/connection.py": "reads a stream; tests whether the system has threads",
-    "_reads/read.py": "a callback of a read, once",
+    "_reads/cache_reads.py": "a callback of a read, once",
 }
 """Where a thread is started."""
 

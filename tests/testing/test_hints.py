@@ -11,7 +11,8 @@ import pytest
 
 from kvferry import Blocks, EngineSpec, Group, IntegrityOptions, Prompt, Publication, Read, parse_reference
 from kvferry._cache import runtime_of
-from kvferry._control.acquisition import Acquired, Acquisition
+from kvferry._control.acquire_request import Acquired
+from kvferry._control.acquisition import Acquisition
 from kvferry._reads.leased_reads import LeasedReads
 from kvferry._wire.reference import MAX_HINT_BLOCKS, MAX_LENGTH, format_reference
 from kvferry.engine import SchedulerPort
@@ -446,7 +447,7 @@ def test_a_request_that_waits_for_its_home_ends_when_it_is_cancelled(pair: Pair)
 def test_a_lease_that_came_too_late_does_not_end_its_read(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     async def given_back(reads: Any, read: Any) -> None:
         leased = await reads._holder.acquire(read.request, lambda: None).first()
-        reads._holder.let_go(read.request.home, leased)
+        reads._holder.let_go(read.request.home, leased.lease)
 
     monkeypatch.setattr(LeasedReads, "_lease", given_back)
     publication = pair.publish()

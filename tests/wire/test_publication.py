@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry._control.granted_steps import GrantedSteps
-from kvferry._reads.read import ReadResult
+from kvferry._reads.cache_reads import ReadResult
 from kvferry._wire.publication import Told, blocks_of, granted_by, hint_of, told_fields
 from kvferry.engine import Grant, Offer, ReadEnd
 from kvferry.v1 import kv_transfer_pb2 as pb

@@ -7,7 +7,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from kvferry._control.acquisition import Acquired, Acquisition
+from kvferry._control.acquire_request import Acquired
+from kvferry._control.acquisition import Acquisition
 from kvferry._control.questions import AskedPrefix
 from kvferry._control.retrying import retrying
 from kvferry._wire.outcomes import MissReason
@@ -41,12 +42,9 @@ STOPPED = (PeerRestarted, EngineUnknown)
 
 
 class AskingAcquisition(Acquisition):
-    """The acquisition of what an engine is asked for.
-
-    Args:
-        withdraw: called if an answer may come, or has come, and nobody will read it. Not if the home has not taken the
-            question: then it cannot be reached, and has no question after a moment.
-    """
+    """The acquisition of what an engine is asked for. `withdraw` is called if an answer may come, or has come, and
+    nobody will read it. Not if the home has not taken the question: then it cannot be reached, and has no question
+    after a moment."""
 
     def __init__(self, prefix: AskedPrefix, withdraw: Callable[[], object], *given: Any) -> None:
         super().__init__(*given)
@@ -54,12 +52,9 @@ class AskingAcquisition(Acquisition):
         self._withdraw = withdraw
 
     async def first(self) -> Acquired:
-        """Ask the engine, and wait for its answer; see `Acquisition.first`.
-
-        Raises:
-            PrefixMiss: there is nothing to read, or no answer has come in time.
-            KvferryError: the home has refused the question, or the answer is of another prompt.
-        """
+        """Ask the engine, and wait for its answer; see `Acquisition.first`. Raises `PrefixMiss` if there is nothing to
+        read, or no answer has come in time; another error if the home has refused the question, or the answer is of
+        another prompt."""
         until, taken = self._loop.now() + self._prefix.wait, False
         asking, silent = asyncio.current_task(), False
 
@@ -88,9 +83,6 @@ class AskingAcquisition(Acquisition):
             raise _missed(self._request.reference.engine_id, error, ends) from None
         finally:
             timer.cancel()
-
-    def _check(self, acquired: Acquired) -> None:
-        self._prefix.check(acquired.part.blocks, complete=acquired.part.complete)
 
     async def _tell(self, until: float, left: float) -> None:
         """Tell the home the question, in at most `left` seconds."""

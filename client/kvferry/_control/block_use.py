@@ -155,13 +155,11 @@ class Writes:
         allow_overlap: bool = False,
     ) -> int:
         """Claim blocks of some layers (None: all) for a read that is about to write to them, until it is quiet. Returns
-        the key for `end`.
+        the key for `end`. `ids` are by group, of existing groups and in range.
 
         Args:
-            ids: block ids by group, of existing groups and in range.
             quiet: returns whether no write to the blocks is possible any more; None: the caller calls `end` then.
-            allow_overlap: accept blocks that are published, or that another read writes to; otherwise they raise
-                `BadBlock`.
+            allow_overlap: if False, blocks that are published, or that another read writes to, raise `BadBlock`.
         """
         mine = _Write(read_id, ids, layers, quiet)
         with self.use.lock:

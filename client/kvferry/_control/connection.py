@@ -216,7 +216,7 @@ class Control:
                 call.cancel()
 
     def end_calls(self) -> None:
-        """Close, on whatever thread, without a wait."""
+        """Close, on any thread, without a wait."""
         if not (self._loop.started and self._loop.call(self.close)):
             self.close()
 
@@ -269,11 +269,9 @@ class Control:
 
     def _of_this_release(self, stream: Iterable[Answer]) -> Iterator[Answer]:
         """Yield messages, the first of which is of a node server that this release works with."""
-        first = True
-        for message in stream:
-            if first:
+        for count, message in enumerate(stream):
+            if not count:
                 self._check(message)
-            first = False
             yield message
 
     def _begin(self, call: Callable[[KVTransferStub], Answer]) -> Answer:
@@ -303,11 +301,7 @@ class Control:
 
     def _newest(self) -> KVTransferStub:
         """Return the stub for the next call, on a channel with the TLS files as they are now. gRPC closes an earlier
-        channel after its last call.
-
-        Raises:
-            InvalidField: the address is malformed, or the TLS files cannot be used and never could.
-        """
+        channel after its last call. Raises `InvalidField` for a malformed address, or TLS files that never worked."""
         tls = None if self._files is None else self._files.content()
         if self._stub is None or tls is not self._shown:
             self._channel, self._shown = self._dial(self.address, tls), tls

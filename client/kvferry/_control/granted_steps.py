@@ -24,10 +24,9 @@ STEP_BYTES = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GrantedPart:
-    """Blocks that a reader was granted, since those before.
+    """Blocks that a reader was granted, since those before; they continue each group where it ended.
 
     Attributes:
-        blocks: the source's blocks by group; they continue each group where it ended.
         told: what the source has told so far, with these blocks or those before.
         complete: no blocks follow.
         unfinished: the blocks after these of which only some layers are complete; None: there are none.
@@ -40,13 +39,8 @@ class GrantedPart:
 
 
 class GrantedSteps:
-    """The steps that one reader was granted, and which of them it has taken.
-
-    A home that was restarted sends all steps again; they must equal those from before.
-
-    Attributes:
-        marks: those of the prompt in these steps, by their ends.
-    """
+    """The steps that one reader was granted, and which of them it has taken. A home that was restarted sends all steps
+    again; they must equal those from before. `marks` are those of the prompt in these steps, by their ends."""
 
     def __init__(self) -> None:
         self.marks: dict[int, bytes] = {}
@@ -114,14 +108,9 @@ class GrantedSteps:
         self._received = 0
 
     def take(self) -> GrantedPart:
-        """Return the blocks of the steps since the last call.
-
-        Raises:
-            BlocksShort: a step does not continue where the one before ended, or its unfinished blocks where the
-                complete ones end.
-            InvalidField: blocks are malformed, or not those of which layers were named before; or there are too many
-                blocks or layers.
-        """
+        """Return the blocks of the steps since the last call. Raises `BlocksShort` if a step does not continue where
+        the one before ended, or its unfinished blocks where the complete ones end; `InvalidField` if blocks are
+        malformed, or not those of which layers were named before, or there are too many blocks or layers."""
         steps, self._fresh = self._fresh, []
         taken = _joined(steps, self._ends, self._blocks)
         self._blocks += sum(len(blocks.ids) for blocks in taken.values())

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from kvferry import _arguments as arguments
 from kvferry._clock import from_duration
-from kvferry._control.batches import batches
 from kvferry._control.block_use import BlockUse
 from kvferry._control.connection import CALL_TIMEOUT, Control
 from kvferry._control.lease_holder import DECLINE_PATIENCE
-from kvferry._control.notifier import Message, Notifier
+from kvferry._control.notifier import Message, Notifier, batches
 from kvferry._control.publication_sender import PublicationSender
 from kvferry._control.publications import Offers, Publication, Release
 from kvferry._control.publish import Publish, PublishMore, follow, new_step
 from kvferry._control.questions import Question, Questions
+from kvferry._control.retrying import retrying
 from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
 from kvferry._logs import Log
@@ -48,9 +49,6 @@ RETIRE_TIMEOUT = 1.0
 MOST_ACKNOWLEDGED = 8192
 """Most publication numbers in one call that acknowledges releases: these take at most 80 KiB."""
 
-ACKNOWLEDGE_AGAIN = 1.0
-"""Seconds until such a call is repeated that has failed."""
-
 
 class HomeSession:
     """The session behind an `EngineSession` and a `SchedulerPort`, which explain the methods of the same names: opens
@@ -62,8 +60,7 @@ class HomeSession:
 
     Attributes:
         advertise: the home's address for readers, once the session is open.
-        news: set when `released` has something to return.
-        asked: set when `questions` has something to return.
+        news, asked: set when `released`, or `questions`, has something to return.
         patience: seconds for which a step that the home does not take is sent again: for as long as the home would hold
             the publication for readers.
     """
@@ -298,7 +295,6 @@ class HomeSession:
             self._decline(step)
 
     def complain(self, error: KvferryError) -> None:
-        """Warn that publications wait for the home; see `Control.complain`."""
         self._control.complain(error, f"publications of engine {self.spec.engine_id!r} wait")
 
     async def _retire(self) -> None:
@@ -317,7 +313,6 @@ class HomeSession:
         self._declines.send(self._control, [Message(decline, self._loop.now() + DECLINE_PATIENCE)])
 
     def _reopening(self, error: KvferryError | None) -> KvferryError | None:
-        """Return the error to report for a step or an abort."""
         if isinstance(error, EngineUnknown) and self._watcher.failure is None:
             # The home has restarted, and this session's Watch is not open again yet.
             unavailable = Unavailable(f"{error.message}; its Watch is being opened again")
@@ -385,15 +380,11 @@ class HomeSession:
         try:
             while self._unacknowledged:
                 numbers = sorted(self._unacknowledged)[:MOST_ACKNOWLEDGED]
-                acknowledged = pb.Notification(released_ack=pb.ReleasedAck(publications=numbers))
-                try:
-                    await self._control.notify_one(self._request([acknowledged]))
-                    self._unacknowledged.difference_update(numbers)
-                except KvferryError as error:
-                    if not error.retryable:
-                        logger.info("could not acknowledge releases: %s", error)
-                        return
-                    await asyncio.sleep(max(ACKNOWLEDGE_AGAIN, error.retry_after or 0.0))
+                request = self._request([pb.Notification(released_ack=pb.ReleasedAck(publications=numbers))])
+                await retrying(partial(self._control.notify_one, request), math.inf)
+                self._unacknowledged.difference_update(numbers)
+        except KvferryError as error:
+            logger.info("could not acknowledge releases: %s", error)
         finally:
             self._acknowledging = None
 

@@ -7,25 +7,18 @@ import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import WeakValueDictionary
 
 from google.protobuf.message import DecodeError
 
-from kvferry._control.acquisition import (
-    ASKED_AT_ONCE,
-    HOME_PATIENCE,
-    Acquired,
-    AcquireRequest,
-    Acquisition,
-    ReadTerms,
-)
+from kvferry._control.acquire_request import Acquired, AcquireRequest, ReadTerms
+from kvferry._control.acquisition import ASKED_AT_ONCE, HOME_PATIENCE, Acquisition
 from kvferry._control.asking import AskingAcquisition
-from kvferry._control.batches import read_done
 from kvferry._control.connection import Control, NotificationAnswer
 from kvferry._control.granted_steps import GrantedSteps
 from kvferry._control.homes import Homes
-from kvferry._control.notifier import Message, Notifier
+from kvferry._control.notifier import Message, Notifier, read_done
 from kvferry._control.questions import AskedPrefix
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
@@ -45,7 +38,7 @@ from kvferry._wire.reference import (
     question_reference,
 )
 from kvferry._wire.token import EngineToken, engine_ref
-from kvferry.errors import InternalError, InvalidField, KvferryError
+from kvferry.errors import InvalidField, KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 VERDICT_TIMEOUT = 1.0
@@ -56,10 +49,6 @@ DECLINE_PATIENCE = 120.0
 
 REPORTS_KEPT = 65_536
 """Leases of which a rank remembers that it has reported on them: more than it shares while one read lasts."""
-
-
-Answer: TypeAlias = "pb.Verdict.ValueType | KvferryError | None"
-"""The home's verdict; the error of the last attempt; or None after an attempt that is repeated."""
 
 
 class LeaseHolder:
@@ -113,9 +102,7 @@ class LeaseHolder:
 
         Raises:
             BadReference: the string is not a reference, or not that of the engine that is asked.
-            HomeNotAllowed: this client may not connect to the home in the reference.
-            EngineNotListed, DirectoryUnavailable: the reference names no home, and the directory does not list its
-                engine.
+            HomeNotAllowed, EngineNotListed, DirectoryUnavailable: see `Homes.of`.
         """
         read_id = read_id or secrets.token_hex(8)
         asked, check = None, self._prompt_check
@@ -165,13 +152,8 @@ class LeaseHolder:
 
     def hinted(self, request: AcquireRequest) -> Acquired | None:
         """Take the blocks of a read from the hint in its reference; None: it has none that can be used, so that a lease
-        is needed. May be called on any thread.
-
-        Nothing proves the hint, which went through routers, before the home validates the read.
-
-        Raises:
-            PromptMismatch, PromptUnmarked: by the marks in the reference, the publication is of another prompt.
-        """
+        is needed. May be called on any thread. Nothing proves the hint, which went through routers, before the home
+        validates the read. Raises as `ReaderPrompt.judge` by the marks in the reference."""
         if not request.hint:
             return None
         steps, reference = GrantedSteps(), request.reference
@@ -207,7 +189,7 @@ class LeaseHolder:
         )
         source = (request.home.address, request.reference.engine_id)
         turns = self._turns.setdefault(source, asyncio.Semaphore(ASKED_AT_ONCE))
-        given = (self._loop, request, asked, self._renewals, self._give_up, self._aside, turns, changed)
+        given = (self._loop, request, asked, self._renewals, self.let_go, self._aside, turns, changed)
         if request.asked is not None:
             return AskingAcquisition(request.asked, partial(self.withdraw, request), *given)
         return Acquisition(*given)
@@ -216,13 +198,20 @@ class LeaseHolder:
         """Tell the home that nobody will read the answer to a question: its source then has the blocks back at once."""
         self.decline(request.text, HOME_PATIENCE)
 
-    def drop(self, acquired: Acquired) -> None:
-        self._renewals.drop(acquired.lease)
+    def drop(self, lease: ReaderLease) -> None:
+        self._renewals.drop(lease)
 
-    def let_go(self, home: Control, granted: Acquired) -> None:
-        """Give back a lease whose read will not begin: stop its renewals, and end it at its home."""
-        self.drop(granted)
-        self._give_up(home, granted.lease, pb.RANK_OUTCOME_CANCELLED)
+    def let_go(
+        self, home: Control, lease: ReaderLease, outcome: pb.RankOutcome.ValueType = pb.RANK_OUTCOME_CANCELLED
+    ) -> None:
+        """Stop the renewals of a lease that is not needed, and end it at its home; a home that cannot be reached ends
+        it by time (PROTOCOL, Leases 7). A lease that other ranks share ends for this rank only."""
+        self.drop(lease)
+        self._remember(lease)
+        ends = [pb.Notification(cancel=pb.CancelRead(lease_id=lease.lease_id))]
+        if self._rank is not None:
+            ends = read_done(lease.lease_id, [pb.RankReport(rank=self._rank, outcome=outcome)])
+        self._notifier.send(home, [Message(end, lease.deadline) for end in ends])
 
     def reports_first(self, request: AcquireRequest, lease: ReaderLease) -> bool:
         """Record that a read of this process is about to be reported. False: this rank has reported on the lease
@@ -244,30 +233,34 @@ class LeaseHolder:
         request: AcquireRequest,
         lease: ReaderLease,
         shares: Sequence[pb.RankReport],
-        answered: Callable[[Answer], None],
+        answered: Callable[[NotificationAnswer | None], None],
         span: Span = NO_SPAN,
     ) -> None:
         """Report the ends of all shares of a read to its home: repeated, if need be, until its lease ends, or, of a
-        read from a hint, until `validated_by`. `answered` is called after each attempt."""
+        read from a hint, until `validated_by`. For `answered` see `Message`."""
         if lease.lease_id:
             ends, until = read_done(lease.lease_id, shares), lease.deadline
         else:
-            ends, until = [pb.Notification(validate=_validate(request, shares))], self.validated_by(request)
-        verdict = partial(_verdict, answered)
-        self._notifier.send(request.home, [Message(end, until, verdict, VERDICT_TIMEOUT, span) for end in ends])
+            validate = pb.Validate(
+                reference=request.text,
+                # Of this read alone. An earlier read with the same name may have been answered VALID before the release
+                # of the blocks, and a lease that was granted too late is given back: neither must decide about this
+                # one.
+                read_id=secrets.token_bytes(READ_ID_BYTES),
+                hint_digest=hint_digest(request.hint),
+                parties=request.parties,
+                reports=shares,
+            )
+            ends, until = [pb.Notification(validate=validate)], self.validated_by(request)
+        self._notifier.send(request.home, [Message(end, until, answered, VERDICT_TIMEOUT, span) for end in ends])
 
     def validated_by(self, request: AcquireRequest) -> float:
         """Until when, from now, the home is asked to validate a read from a hint, on the loop's clock."""
         return min(request.deadline, self._loop.now() + HOME_PATIENCE)
 
     def decline(self, reference: str, patience: float = DECLINE_PATIENCE) -> None:
-        """Tell the home that this engine will not read a publication (PROTOCOL, Leases 8).
-
-        The message is repeated for `patience` seconds if the home cannot be reached, or is recovering.
-
-        Raises:
-            BadReference, HomeNotAllowed: see `request`.
-        """
+        """Tell the home that this engine will not read a publication (PROTOCOL, Leases 8): for `patience` seconds again
+        if the home cannot be reached, or is recovering. Raises as `request`."""
         home = self._homes.of(parse_reference(reference))
         decline = pb.Notification(decline=pb.Decline(reference=reference))
         self._notifier.send(home, [Message(decline, self._loop.now() + patience)])
@@ -284,33 +277,3 @@ class LeaseHolder:
         task = self._loop.spawn(ending, "the end of a lease")
         self._unseen.add(task)
         task.add_done_callback(self._unseen.discard)
-
-    def _give_up(self, home: Control, lease: ReaderLease, outcome: pb.RankOutcome.ValueType) -> None:
-        """End a lease that is not needed; a home that cannot be reached ends the lease by time (PROTOCOL, Leases 7). A
-        lease that other ranks share ends for this rank only."""
-        self._remember(lease)
-        ends = [pb.Notification(cancel=pb.CancelRead(lease_id=lease.lease_id))]
-        if self._rank is not None:
-            ends = read_done(lease.lease_id, [pb.RankReport(rank=self._rank, outcome=outcome)])
-        self._notifier.send(home, [Message(end, lease.deadline) for end in ends])
-
-
-def _validate(request: AcquireRequest, shares: Sequence[pb.RankReport]) -> pb.Validate:
-    return pb.Validate(
-        reference=request.text,
-        # Of this read alone. An earlier read with the same name may have been answered VALID before the release of the
-        # blocks, and a lease that was granted too late is given back: neither must decide about this one.
-        read_id=secrets.token_bytes(READ_ID_BYTES),
-        hint_digest=hint_digest(request.hint),
-        parties=request.parties,
-        reports=shares,
-    )
-
-
-def _verdict(answered: Callable[[Answer], None], answer: NotificationAnswer | None) -> None:
-    if answer is None or isinstance(answer, KvferryError):
-        answered(answer)
-    elif answer.HasField("read_ended"):
-        answered(answer.read_ended.verdict)
-    else:
-        answered(InternalError(f"the end of a read was answered with {answer.WhichOneof('kind')}"))

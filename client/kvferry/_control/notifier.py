@@ -1,25 +1,43 @@
-"""Sends notifications to homes, and repeats each until the home has answered or the notification is useless."""
+"""Sends notifications to homes, in batches of bounded size, and repeats each until the home has answered or the
+notification is useless. The size of every message is bounded by its sender (PROTOCOL, Authority)."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from google.protobuf import message as protobuf
+
 from kvferry._control.backoff import Backoff
-from kvferry._control.batches import batches, check_notification
 from kvferry._control.connection import CALL_TIMEOUT, Control, NotificationAnswer
 from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._threads import guarded
 from kvferry._tracing import NO_SPAN, Span
-from kvferry.errors import Closed, KvferryError
+from kvferry._wire.channel import MAX_MESSAGE_BYTES, MAX_NOTIFY_BYTES
+from kvferry.errors import Closed, KvferryError, MessageTooLarge
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = Log(__name__)
+
+SENT_BYTES = MAX_MESSAGE_BYTES - 256 * 1024
+"""Bytes of the largest registration that a client sends. The margin leaves room for what a relay adds."""
+
+SENT_NOTIFY_BYTES = MAX_NOTIFY_BYTES - 16 * 1024
+"""Bytes of the notifications in one call. The margin leaves room for their sender and its secret."""
+
+BATCH = 512
+"""Most notifications in one call: a response of as many errors with all their values fits into one message."""
+
+ITEM_BYTES = 8
+"""Upper bound for the framing of a notification in its batch: a tag, and a length below 1 MiB."""
+
+ADDED_BYTES = 512
+"""Upper bound of the bytes that are added to a step after its size was checked: numbers, request_id and framing."""
 
 MAX_WAITING = 4096
 """Most notifications that wait for another attempt at one home; further ones are dropped. Their ends are no bound: a
@@ -59,10 +77,7 @@ class Notifier:
 
     def send(self, home: Control, messages: Sequence[Message]) -> None:
         """Send notifications to a home, with all others that it is to get now in as few calls as possible, and repeat
-        those whose errors are retryable.
-
-        Raises:
-            MessageTooLarge: a notification does not fit into one message; none of these is sent.
+        those whose errors are retryable. Raises `MessageTooLarge`, and sends none, if one does not fit into a message.
         """
         for message in messages:
             check_notification(message.notification)
@@ -148,3 +163,44 @@ class Notifier:
 def _answer(home: Control, message: Message, answer: NotificationAnswer | None) -> None:
     if message.answered is not None:
         guarded(partial(message.answered, answer), f"a callback for the answer of {home.address}")
+
+
+def check_size(what: str, message: protobuf.Message, most: int, added: int = 0) -> None:
+    """Raise `MessageTooLarge` for a message that is larger than `most` bytes, or will be with `added` bytes more."""
+    size = message.ByteSize() + added
+    if size > most:
+        raise MessageTooLarge(f"{what} takes {size} bytes; a message holds {most}", what=what, size=size, limit=most)
+
+
+def check_notification(notification: pb.Notification) -> None:
+    """Raise `MessageTooLarge` for a notification that does not fit into one message."""
+    check_size(f"notification {notification.WhichOneof('kind')}", notification, SENT_NOTIFY_BYTES)
+
+
+def batches(
+    sender: pb.EngineRef, notifications: Iterable[pb.Notification], *, session_secret: bytes = b""
+) -> Iterator[pb.NotifyRequest]:
+    """Yield requests with the notifications in order, as few as the limits allow; they are consumed one at a time.
+    `session_secret` is given if the sender is a source. Raises `MessageTooLarge` for a notification that does not fit
+    into one message; the batches before were yielded."""
+    request = partial(pb.NotifyRequest, sender=sender, session_secret=session_secret)
+    batch: list[pb.Notification] = []
+    size = empty = request().ByteSize()
+    for notification in notifications:
+        own = notification.ByteSize() + ITEM_BYTES
+        if batch and (len(batch) == BATCH or size + own > SENT_NOTIFY_BYTES):
+            yield request(notifications=batch)
+            batch, size = [], empty
+        check_notification(notification)
+        batch.append(notification)
+        size += own
+    if batch:
+        yield request(notifications=batch)
+
+
+def read_done(lease_id: bytes, reports: Sequence[pb.RankReport]) -> list[pb.Notification]:
+    """Make notifications of the ends of shares, with at most `BATCH` reports each."""
+    return [
+        pb.Notification(read_done=pb.ReadDone(lease_id=lease_id, reports=reports[first : first + BATCH]))
+        for first in range(0, len(reports), BATCH)
+    ]

@@ -23,8 +23,8 @@ from itertools import islice, takewhile
 from typing import Protocol
 
 from kvferry._control.backoff import Backoff
-from kvferry._control.batches import BATCH
 from kvferry._control.connection import CALL_TIMEOUT, SILENCE
+from kvferry._control.notifier import BATCH
 from kvferry._control.publications import Publication
 from kvferry._engine_spec import EngineSpec
 from kvferry._logs import Log
@@ -41,7 +41,7 @@ at most 1024 were skipped, and the next call may add `BATCH`."""
 
 
 class Publisher(Protocol):
-    """The part of `HomeSession` that the sender uses; see there."""
+    """The part of `HomeSession` that the sender uses."""
 
     spec: EngineSpec
     lock: threading.Lock
@@ -56,13 +56,11 @@ class Publisher(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Unanswered:
-    """A step of a publication, or its abort, that the home has not answered yet.
+    """A step of a publication, or its abort (`step` is None), that the home has not answered yet.
 
     Attributes:
-        step: None: the message is the abort.
         until: time on the loop's clock until which the message is sent again.
         answer: gets the home's answer, if a caller waits for it.
-        sent: the message was sent before.
         not_published: the message is an abort, and not the engine's: the publication was given up.
         error: of the last attempt.
     """
@@ -222,13 +220,13 @@ class PublicationSender:
         else:
             # Other messages would fail as well, or would overtake these.
             self._pause_until = time + pause
-        waits = [
+        waits = (
             error
             for message, error in zip(messages, errors, strict=False)
             # `Control` itself warns callers who wait that their home cannot be reached.
             if error is not None and error.retryable and not (message.answer and isinstance(error, Unreachable))
-        ]
-        self._judge(waits[0] if waits else None, time)
+        )
+        self._judge(next(waits, None), time)
         # Messages that did not fit into the call stay where they are.
         sent: dict[int, list[tuple[Unanswered, KvferryError | None]]] = {}
         for message, error in zip(messages, errors, strict=False):

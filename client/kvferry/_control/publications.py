@@ -122,7 +122,6 @@ class _Held:
 
     Attributes:
         ends: one past the last token of each group.
-        abort: None: the publication is not withdrawn.
         sending: number of calls in progress with which a home may accept the publication; its final deadline is unknown
             until they have ended.
         release_at: time after which no home can hold a lease on the publication; valid while `sending` is 0.
@@ -138,13 +137,9 @@ class _Held:
 
 
 class Offers:
-    """The publications of one incarnation that are not released. Not thread-safe.
-
-    Attributes:
-        final: seconds from a publish until no home can hold a lease on the publication; the home's setting.
-        published: number of publications so far.
-        outcomes: number of released publications, by outcome.
-    """
+    """The publications of one incarnation that are not released. Not thread-safe. Counts those `published` and, by
+    outcome, those released. `final` is the home's setting: the seconds from a publish until no home can hold a lease on
+    the publication."""
 
     def __init__(self, engine: pb.EngineRef, session_secret: bytes, *, hints: bool = True) -> None:
         self._hints = hints
@@ -166,11 +161,8 @@ class Offers:
         self, home: str, step: pb.Publish, traceparent: str = "", prompt: Prompt = Prompt.unknown
     ) -> Publication:
         """Add a publication with its first step, whose number and marks are set here. Send the step, then call `sent`.
-        Without the address of a `home` in the reference, readers ask their directory.
-
-        Raises:
-            RouterKeyUsed: another publication that is not released has the step's router_key.
-        """
+        Without the address of a `home` in the reference, readers ask their directory. Raises `RouterKeyUsed` if another
+        publication that is not released has the step's router_key."""
         if (other := self._by_router_key.get(step.router_key)) is not None:
             raise RouterKeyUsed(
                 f"publication {other} has the same router key {step.router_key!r}, and is not released: the router "
@@ -212,12 +204,9 @@ class Offers:
         return ()
 
     def publish_more(self, number: int, step: pb.Publish, prompt: Prompt = Prompt.unknown) -> None:
-        """Add the next step of a publication, and set its numbers and marks. Send the step, then call `sent`.
-
-        Raises:
-            WrongState: the publication is complete, or was released.
-            InvalidField: the prompt, or the tokens of a group, do not continue the publication's.
-        """
+        """Add the next step of a publication, and set its numbers and marks. Send the step, then call `sent`. Raises
+        `WrongState` if the publication is complete, or was released, and `InvalidField` if the prompt, or the tokens of
+        a group, do not continue the publication's."""
         held = self._incomplete(number)
         for group in step.groups:
             end = held.ends.get(group.group, group.first_token)
@@ -266,7 +255,16 @@ class Offers:
             pb.Notification(resync=pb.Resync(phase=phase, high_water=self._next - 1, snapshot=name))
             for phase in (pb.RESYNC_PHASE_BEGIN, pb.RESYNC_PHASE_END)
         )
-        return Snapshot(tuple(self._held), _notifications(begin, held_now), end)
+
+        def notifications() -> Iterator[pb.Notification]:
+            yield begin
+            for abort, steps in held_now:
+                if abort is not None:
+                    yield pb.Notification(abort=abort)
+                else:
+                    yield from (pb.Notification(publish=step) for step in steps)
+
+        return Snapshot(tuple(self._held), notifications(), end)
 
     def snapshot_sent(self, snapshot: Snapshot, now: float) -> None:
         """Record that the attempt to send a snapshot has ended, with or without success."""
@@ -352,17 +350,6 @@ def _summary(message: pb.ReadSummary) -> ReadSummary:
         reported=message.reported,
         bytes=message.bytes,
     )
-
-
-def _notifications(
-    begin: pb.Notification, held: list[tuple[pb.Abort | None, tuple[pb.Publish, ...]]]
-) -> Iterator[pb.Notification]:
-    yield begin
-    for abort, steps in held:
-        if abort is not None:
-            yield pb.Notification(abort=abort)
-        else:
-            yield from (pb.Notification(publish=step) for step in steps)
 
 
 def _ends(step: pb.Publish) -> dict[str, int]:

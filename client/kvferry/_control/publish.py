@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 from kvferry import _arguments as arguments
-from kvferry._control.batches import ADDED_BYTES, SENT_NOTIFY_BYTES, check_size
+from kvferry._control.notifier import ADDED_BYTES, SENT_NOTIFY_BYTES, check_size
 from kvferry._control.publications import Publication
 from kvferry._engine_spec import EngineSpec
 from kvferry._prompt import Prompt
@@ -180,13 +180,9 @@ def _routed(reference: str, engine_id: str) -> tuple[str, bytes]:
 
 def follow(begun: Sequence[pb.GroupBlocks], step: pb.Publish) -> None:
     """Check that the next step continues the blocks of which the steps before named some layers. If the step completes
-    these blocks (`begun`; empty: there are none), they are added to it.
-
-    Raises:
-        InvalidField: the step names layers of no blocks, begins other blocks, continues elsewhere, or has too many
-            runs.
-        MessageTooLarge: no message holds it.
-    """
+    these blocks (`begun`; empty: there are none), they are added to it. Raises `InvalidField` if the step names layers
+    of no blocks, begins other blocks, continues elsewhere, or has too many runs, and `MessageTooLarge` if no message
+    holds it."""
     if step.HasField("unfinished"):
         given = [group.group for group in step.unfinished.groups]
         if bool(given) == bool(begun):

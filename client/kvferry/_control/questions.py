@@ -117,11 +117,8 @@ class Question:
 
 
 class Questions:
-    """The open questions of a home to its engine. Each is returned once, however often the home sends it.
-
-    Threading: every method may be called from any thread. `heard` is called, on the client's event loop, for each new
-    question.
-    """
+    """The open questions of a home to its engine. Each is returned once, however often the home sends it. Thread-safe.
+    `heard` are called, on the client's event loop, for each new question."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.heard: list[Callable[[], object]] = []
@@ -131,8 +128,8 @@ class Questions:
         """The start of the home that the numbers are of."""
         self._highest = 0
         self._open: dict[int, Question] = {}
-        self._fresh: dict[int, Question] = {}
-        """Those that `take` has not returned."""
+        self._taken = 0
+        """The highest number that `take` has returned."""
         self._repeated: set[int] | None = None
         """Numbers in the full state that is being received; None: there is none."""
 
@@ -143,7 +140,8 @@ class Questions:
             return []
         with self._lock:
             self._end_late()
-            found, self._fresh = list(self._fresh.values()), {}
+            found = [question for number, question in self._open.items() if number > self._taken]
+            self._taken = max(self._open, default=self._taken)
         return found
 
     def on_event(self, message: pb.WatchResponse) -> None:
@@ -157,7 +155,7 @@ class Questions:
                 self._end(message.question_ended.number)
             elif kind == "opened" and message.home_epoch != self._epoch:
                 self._end_all()
-                self._epoch, self._highest = message.home_epoch, 0
+                self._epoch, self._highest, self._taken = message.home_epoch, 0, 0
             if kind in ("opened", "lagged"):
                 self._repeated = None if message.opened.resumed else set()
             elif kind == "synced" and self._repeated is not None:
@@ -193,7 +191,7 @@ class Questions:
         asker = message.asker.engine_id
         question = Question(number, message.reference, prompt, message.first_token, asker, deadline)
         with self._lock:
-            self._open[number] = self._fresh[number] = question
+            self._open[number] = question
         for heard in self.heard:
             guarded(heard, "a function that is called for each question")
 
@@ -204,7 +202,6 @@ class Questions:
             self._end(number)
 
     def _end(self, number: int) -> bool:
-        self._fresh.pop(number, None)
         question = self._open.pop(number, None)
         if question is None:
             return False

@@ -34,8 +34,7 @@ class ReaderLease:
     The deadline only moves forward, and only until it has passed: a late acknowledgement does not revive the lease.
 
     Attributes:
-        lease_id: the home's id of the lease; changes when the lease is acquired again.
-        renew_every: seconds between renewals.
+        lease_id: changes when the lease is acquired again.
         deadline: time on the reader's clock; bytes that arrive later do not count.
         ended: the read has ended, so that the lease is no longer needed.
         source_lost: according to the home, the source is lost: bytes that have not arrived will not arrive.
@@ -97,12 +96,9 @@ class ReaderLease:
         self.ended = True
 
     def acquired_again(self, lease_id: bytes, sent_at: float, now: float, remaining: float) -> bool:
-        """Record that a home which had lost the lease has granted the same read again.
-
-        Returns:
-            Whether the read may continue: only if the new lease came before the old deadline. If not, the source may
-            have changed its blocks in between, and everything must be read again (PROTOCOL, Home restart).
-        """
+        """Record that a home which had lost the lease has granted the same read again. Returns whether the read may
+        continue: only if the new lease came before the old deadline. If not, the source may have changed its blocks in
+        between, and everything must be read again (PROTOCOL, Home restart)."""
         if self.ended or now >= self.deadline:
             return False
         self.lease_id = lease_id

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvferry._clock import from_duration
-from kvferry._control.batches import batches
 from kvferry._control.connection import Control, NotificationAnswer
+from kvferry._control.notifier import batches
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._logs import Log
 from kvferry._loop import Loop, Signal
@@ -40,8 +40,7 @@ class _Kept:
 
 
 class Renewals:
-    """Renews leases until they are dropped. Belongs to the client's event loop. One coroutine renews all leases, as
-    long as there are any."""
+    """Renews leases until they are dropped, all by one coroutine. Belongs to the client's event loop."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
@@ -54,11 +53,9 @@ class Renewals:
     def keep(
         self, lease: ReaderLease, home: Control, sender: pb.EngineRef, name: str, lost: Callable[[], None]
     ) -> None:
-        """Renew a lease from now on. Does nothing for a lease that has ended, or after `close`.
-
-        `name` is for logs, and must not contain the lease's id, which is a secret. `lost` is called once if the home
-        has no record of the lease, which is then no longer renewed.
-        """
+        """Renew a lease from now on. Does nothing for a lease that has ended, or after `close`. `name` is for logs, and
+        must not contain the lease's id, which is a secret. `lost` is called once if the home has no record of the
+        lease, which is then no longer renewed."""
         if self._closed or lease.ended:
             return
         self._kept[lease] = _Kept(lease, home, sender, name, lost)
@@ -74,7 +71,6 @@ class Renewals:
         self._kept.pop(lease, None)
 
     def close(self) -> None:
-        """Stop renewing. Idempotent."""
         self._closed = True
         self._kept.clear()
         self._news.set()
@@ -120,21 +116,17 @@ class Renewals:
         try:
             answers = await batch[0].home.notify(request, max(RENEW_TIMEOUT, left))
         except KvferryError as error:
-            self._refused(batch, error)
+            if len(batch) == 1 or error.retryable or isinstance(error, Closed):
+                self._not_renewed(batch, error)
+            else:
+                # A lease that the home refuses must not affect the others.
+                middle = len(batch) // 2
+                self._renew(batch[:middle])
+                self._renew(batch[middle:])
             return
         for kept, answer in zip(batch, answers, strict=True):
             # A lease passes the new deadline to its read; a failure there must not cost other leases their renewal.
             guarded(partial(self._take, kept, sent_at, answer), f"the renewal of {kept.name}")
-
-    def _refused(self, batch: Sequence[_Kept], error: KvferryError) -> None:
-        """Handle a failed call. If repeating it cannot help, its halves are sent separately, so that a lease which the
-        home refuses does not affect the others."""
-        if len(batch) > 1 and not error.retryable and not isinstance(error, Closed):
-            middle = len(batch) // 2
-            self._renew(batch[:middle])
-            self._renew(batch[middle:])
-        else:
-            self._not_renewed(batch, error)
 
     def _not_renewed(self, batch: Sequence[_Kept], error: KvferryError) -> None:
         again_at = self._loop.now() + max(RENEW_AGAIN, error.retry_after or 0.0)
@@ -158,8 +150,7 @@ class Renewals:
         elif isinstance(answer, KvferryError):
             self._not_renewed([kept], answer)
         elif not answer.HasField("renewed"):
-            unexpected = InternalError(f"a renewal was answered with {answer.WhichOneof('kind')}")
-            self._not_renewed([kept], unexpected)
+            self._not_renewed([kept], InternalError(f"a renewal was answered with {answer.WhichOneof('kind')}"))
         else:
             kept.lease.renewed(
                 sent_at,

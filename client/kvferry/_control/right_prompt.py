@@ -104,12 +104,8 @@ class ReaderPrompt:
 
     def judge(self, until: int, *, complete: bool) -> None:
         """Decide by the marks that were received whether the tokens up to `until`, which are read, are of this prompt;
-        `complete`: all marks were received.
-
-        Raises:
-            PromptMismatch: the publication is of another prompt.
-            PromptUnmarked: no mark covers the tokens, and the client requires a mark.
-        """
+        `complete`: all marks were received. Raises `PromptMismatch`, and `PromptUnmarked` if no mark covers the tokens,
+        and the client requires a mark."""
         if self._check is PromptCheck.OFF:
             return
         self._compare(self._hinted)

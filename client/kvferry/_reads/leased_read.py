@@ -1,28 +1,32 @@
-"""One read whose lease this process holds, and how its shares have ended. `LeasedReads` has its lifecycle."""
+"""One read whose lease this process holds: how its shares have ended, and whether their bytes count (R1; PROTOCOL,
+Endings). `LeasedReads` leads it."""
 
 from __future__ import annotations
 
 import asyncio
 import enum
 import logging
-import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from kvferry._control.acquisition import Acquired, AcquireRequest
-from kvferry._control.reader_lease import ReaderLease
+from kvferry._control.acquire_request import Acquired, AcquireRequest
+from kvferry._control.connection import NotificationAnswer
+from kvferry._control.reader_lease import ReaderLease, ReaderVerdict, verdict_of
 from kvferry._logs import Log
 from kvferry._loop import Loop, Signal
 from kvferry._tracing import NO_SPAN
 from kvferry._wire.publication import Told
 from kvferry._wire.status import reason_number
 from kvferry.errors import (
+    InternalError,
     KvferryError,
     PrefixMiss,
     PromptMismatch,
     TransferCancelled,
     TransferError,
     TransferExpired,
+    TransferFailed,
+    TransferStuck,
 )
 from kvferry.v1 import kv_transfer_pb2 as pb
 
@@ -118,8 +122,8 @@ class Stamps:
 
 @dataclass(frozen=True, slots=True)
 class ShareEnd:
-    """The end of one rank's share of a read. `error`: why the bytes do not count; None: all have arrived. `quiet`: no
-    write to the blocks is possible any more."""
+    """The end of one rank's share of a read. Without an error, all bytes have arrived; `quiet`: no write to the blocks
+    is possible any more."""
 
     error: KvferryError | None
     quiet: bool
@@ -131,21 +135,18 @@ class LeasedRead:
     """One read. Only its `LeasedReads` changes it, with the lock held.
 
     Attributes:
-        request: the request for the lease; of a router's reference, later that for the publication's own.
-        acquired: the lease with its blocks, once granted; of a progressive read with the first blocks.
+        acquired: of a progressive read with the first blocks.
         lease: the lease that the bytes need now.
         not_validated: why the home did not validate a read from a hint.
         complete: all blocks are known.
         until: end of the tokens that are read, once known.
         told: what the source has told so far, beside its blocks.
-        error: why the read fails; None: no failure so far.
-        ends: by rank.
+        error: why the read fails.
         not_quiet: ranks whose share has ended, and whose blocks may still be written to.
         ended_at: when the last share ended, on the loop's clock.
-        verdict_by: until when to wait for the home's verdict, once the end was reported.
         answered, verdict: the home has answered the report, with this verdict; None: with no verdict.
         confirmed: the home answered VALID. If False, the reader's own deadline decided.
-        span, acquiring, judging: the spans of a trace: the whole read, and two of its parts.
+        judging: the span of the wait for the verdict.
         news: wakes the read's coroutine (`lead`) after a change.
     """
 
@@ -163,12 +164,11 @@ class LeasedRead:
         self.ends: dict[int, ShareEnd] = {}
         self.not_quiet: set[int] = set()
         self.ended_at = 0.0
-        self.verdict_by = math.inf
         self.answered = False
         self.verdict: pb.Verdict.ValueType | None = None
         self.confirmed = False
         self.stamps = Stamps(loop.now())
-        self.span = self.acquiring = self.judging = NO_SPAN
+        self.span = self.judging = NO_SPAN
         self.news = Signal(loop)
         self.lead: asyncio.Task[None] | None = None
 
@@ -178,7 +178,6 @@ class LeasedRead:
 
     @property
     def hinted(self) -> bool:
-        """Whether the read has the blocks of a hint, and no lease."""
         return self.acquired is not None and self.acquired.hinted
 
     @property
@@ -191,15 +190,77 @@ class LeasedRead:
         """Ranks that have not reported the end of their share."""
         return tuple(sorted(self.ranks - set(self.ends)))
 
-    def expired(self, problem: str) -> TransferExpired:
-        return TransferExpired(f"read {self.read_id}: {problem}", read_id=self.read_id)
-
     def uncovered(self, why: str) -> TransferExpired:
         """Make the error of a read whose blocks may have been released: only the home can know."""
-        return self.expired(f"its bytes do not count: {why}")
+        return self.request.expired(f"its bytes do not count: {why}")
+
+    def overdue(self) -> TransferStuck:
+        """Make the error of a read that did not end in time."""
+        return TransferStuck(f"read {self.read_id} did not end in time", read_id=self.read_id)
+
+    def failure_at(self, time: float) -> KvferryError | None:
+        """Return why a read that has a lease cannot go on at this time; None: it can."""
+        if self.lease.source_lost and self.silent:
+            # A network card reports late, or never, that the source has stopped sending.
+            engine_id, problem = self.request.reference.engine_id, "its home has lost it, so it cannot be read any more"
+            return TransferFailed(f"engine {engine_id!r}: {problem}", peer=engine_id, problem=problem)
+        if not self.lease.live(time):
+            return self.request.expired("its lease ended before its last byte")
+        if time >= self.request.deadline:
+            return self.overdue() if self.complete else self.request.timed_out()
+        return None
+
+    def judge(self, time: float) -> None:
+        """Give the reader's own verdict on a read whose ranks have ended."""
+        self.stamps.ended = time
+        if self.error is not None:
+            return
+        if not self.complete:
+            self.error = TransferFailed(f"read {self.read_id} ended before its last block was published")
+        elif self.ended_at >= self.request.deadline:
+            self.error = self.overdue()
+        elif not self.lease.live(self.ended_at):
+            self.error = self.request.expired("it ended after its lease")
+
+    def take_answer(self, answer: NotificationAnswer | None) -> None:
+        """Take the home's answer to the report of the read; None: it has not answered, and is told again."""
+        if answer is None and self.hinted:
+            # There is no other verdict.
+            return
+        verdict = None
+        if answer is not None and not isinstance(answer, KvferryError):
+            if answer.HasField("read_ended"):
+                verdict = answer.read_ended.verdict
+            else:
+                answer = InternalError(f"the end of a read was answered with {answer.WhichOneof('kind')}")
+        self.judging.end(verdict="none" if verdict is None else _verdict_name(verdict))
+        if isinstance(answer, KvferryError):
+            self.not_validated = self.uncovered(answer.message) if answer.retryable else answer
+        if not self.answered:
+            self.answered, self.verdict = True, verdict
+            self.news.set()
+        good = self.stage is ReadStage.ENDED and self.error is None
+        if verdict == pb.VERDICT_EXPIRED and good and not self.confirmed:
+            logger.error(
+                "read %s of publication %d of engine %s ended well by its own deadline, but its home says that its "
+                "lease had ended: its bytes may be wrong. Was this machine paused?",
+                self.read_id,
+                self.request.reference.publication,
+                self.request.reference.engine_id,
+            )
+
+    def decide(self, time: float) -> None:
+        """Decide by the home's verdict; if there is none, the reader's own deadline decides."""
+        self.stamps.decided = time
+        verdict = verdict_of(self.ended_at, self.lease.deadline, self.verdict)
+        self.confirmed = verdict is ReaderVerdict.CONFIRMED
+        if self.hinted and not self.confirmed:
+            late = self.uncovered("its home has not confirmed in time that its blocks were still published")
+            self.error = self.error or self.not_validated or late
+        elif verdict is ReaderVerdict.EXPIRED:
+            self.error = self.request.expired("the home says that its lease ended")
 
     def set_quiet(self) -> None:
-        """Set `quiet` of the read's error to that of the read."""
         if isinstance(self.error, TransferError):
             self.error.quiet = not self.not_quiet
 
@@ -249,3 +310,8 @@ def _report(rank: int, end: ShareEnd, of_read: KvferryError | None) -> pb.RankRe
 
 def _between(begin: float, end: float) -> float:
     return max(0.0, end - begin) if begin and end else 0.0
+
+
+def _verdict_name(verdict: pb.Verdict.ValueType) -> str:
+    known = verdict in pb.Verdict.values()
+    return pb.Verdict.Name(verdict).removeprefix("VERDICT_").lower() if known else str(verdict)

@@ -13,18 +13,18 @@ ranks have reported. The reads of `Cache.read` have one rank, those of `Schedule
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from functools import partial
 from typing import Generic, TypeVar
 
-from kvferry._control.acquisition import HOME_PATIENCE, Acquired, Acquisition, timed_out
+from kvferry._control.acquire_request import Acquired
+from kvferry._control.acquisition import HOME_PATIENCE, Acquisition
+from kvferry._control.connection import NotificationAnswer
 from kvferry._control.granted_steps import GrantedPart
-from kvferry._control.lease_holder import VERDICT_TIMEOUT, Answer, LeaseHolder
-from kvferry._control.reader_lease import ReaderVerdict, verdict_of
+from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder
 from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._reads.leased_read import LeasedRead, ReadStage, ShareEnd
-from kvferry._reads.meters import ReadMeter, kind_of
+from kvferry._reads.meters import ReadMeter, outcome_of
 from kvferry._tracing import start_span
 from kvferry._wire.publication import Told
 from kvferry.errors import (
@@ -37,7 +37,6 @@ from kvferry.errors import (
     TransferFailed,
     TransferStuck,
 )
-from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = Log(__name__)
 
@@ -59,12 +58,9 @@ SomeRead = TypeVar("SomeRead", bound=LeasedRead)
 
 class LeasedReads(Generic[SomeRead]):
     """The reads of one cache, or of one engine's scheduler: each is a subclass, with methods for changes of a read's
-    stage.
-
-    Threading: the coroutines run on the client's event loop. `cancel_lead` may be called from any thread, and so may
-    the other methods, with `lock` held, which all reads of the client share. Methods of subclasses are called with the
-    lock held, on any thread, and do not block.
-    """
+    stage. The coroutines run on the client's event loop. `cancel_lead` may be called from any thread, and so may the
+    other methods, with `lock` held, which all reads of the client share. Methods of subclasses are called with the lock
+    held, on any thread, and do not block."""
 
     def __init__(self, loop: Loop, holder: LeaseHolder, meter: ReadMeter) -> None:
         self.lock = meter.lock
@@ -90,10 +86,6 @@ class LeasedReads(Generic[SomeRead]):
     def on_stop(self, read: SomeRead) -> None:
         """Called when a read has failed and some of its ranks have not ended: stop these."""
 
-    def overdue(self, read: SomeRead) -> TransferStuck:
-        """Return the error for a read that did not end in time."""
-        return TransferStuck(f"read {read.read_id} did not end in time", read_id=read.read_id)
-
     def on_ended(self, read: SomeRead) -> None:
         """Called when a read is ENDED. If `LeasedRead.not_quiet` is not empty, `on_quiesced` follows."""
 
@@ -103,12 +95,8 @@ class LeasedReads(Generic[SomeRead]):
     # Called with the lock held.
 
     def start(self, read: SomeRead) -> None:
-        """Start to acquire the lease of a read.
-
-        Raises:
-            Closed: the client is closed.
-            LimitReached: the system refused the loop's thread.
-        """
+        """Start to acquire the lease of a read. Raises `Closed`, or `LimitReached` if the system refused the loop's
+        thread."""
         if not self._loop.call(partial(self._begin, read)):
             raise Closed("the client is closed")
         request = read.request
@@ -118,11 +106,10 @@ class LeasedReads(Generic[SomeRead]):
             source=request.reference.engine_id,
             publication=request.reference.publication,
         )
-        read.acquiring = start_span("kvferry.acquire", read.span.traceparent)
-        read.request = replace(request, span=read.acquiring)
+        request.span = start_span("kvferry.acquire", read.span.traceparent)
         self._meter.begun(read)
         try:
-            hinted = self._holder.hinted(read.request)
+            hinted = self._holder.hinted(request)
         except KvferryError as error:
             self._refuse(read, error)
             return
@@ -145,9 +132,10 @@ class LeasedReads(Generic[SomeRead]):
 
     def withdraw(self, read: SomeRead) -> None:
         """End a read that no rank has started, and give its lease back."""
+        read.error = TransferCancelled(f"read {read.read_id} was withdrawn", read_id=read.read_id)
         read.stage = ReadStage.ENDED
-        self._meter.withdrawn(read)
-        read.acquiring.end()
+        self._meter.ended(read)
+        read.request.span.end()
         read.span.end(outcome="cancelled")
         self.cancel_lead(read)
 
@@ -211,6 +199,7 @@ class LeasedReads(Generic[SomeRead]):
     # The rest runs on the loop.
 
     def _begin(self, read: SomeRead) -> None:
+        # The lock waits for the end of `start`, on another thread.
         with self.lock:
             wanted = read.stage is ReadStage.WAITING or read.stage in BEGUN
         if wanted:
@@ -224,10 +213,9 @@ class LeasedReads(Generic[SomeRead]):
         reported = False
         try:
             if await read_all(read):
-                self._judge(read)
-                self._report(read)
+                verdict_by = self._report(read)
                 reported = True
-                await self._conclude(read)
+                await self._conclude(read, verdict_by)
         finally:
             self._end_lease(read, reported=reported)
 
@@ -238,11 +226,8 @@ class LeasedReads(Generic[SomeRead]):
         try:
             acquired = await acquisition.first()
         except KvferryError as error:
-            self._not_granted(read, error.with_traceback(None))
-            return False
-        except Exception as error:
-            logger.exception("read %s could not be acquired", read.read_id)
-            self._not_granted(read, TransferFailed(f"read {read.read_id}: {error!r}"))
+            with self.lock:
+                self.refuse(read, error.with_traceback(None))
             return False
         finally:
             overdue.cancel()
@@ -301,7 +286,7 @@ class LeasedReads(Generic[SomeRead]):
                 return
             if begun:
                 self.fail(read, BadReference("its hint is not that of the publication"))
-        self._holder.let_go(read.request.home, leased)
+        self._holder.let_go(read.request.home, leased.lease)
 
     def _not_leased(self, read: SomeRead, error: KvferryError | None) -> None:
         """End a read from a hint that needs a lease and gets none. `error` is None if its home was not heard."""
@@ -320,9 +305,9 @@ class LeasedReads(Generic[SomeRead]):
         if acquired is None or acquired.hinted:
             return
         if reported:
-            self._holder.drop(acquired)
+            self._holder.drop(acquired.lease)
         else:
-            self._holder.let_go(read.request.home, acquired)
+            self._holder.let_go(read.request.home, acquired.lease)
         if read.request.asked is not None and (read.error is not None or not reported):
             # Nobody else reads the answer to this engine's question.
             self._holder.withdraw(read.request)
@@ -330,11 +315,8 @@ class LeasedReads(Generic[SomeRead]):
     def _never_heard(self, read: SomeRead) -> None:
         """Refuse a read whose acquisition has not ended by its deadline: gRPC may get no thread to report the end."""
         read_id = read.read_id
-        self._not_granted(read, TransferStuck(f"read {read_id}: its home was not heard in time", read_id=read_id))
-
-    def _not_granted(self, read: SomeRead, error: KvferryError) -> None:
         with self.lock:
-            self.refuse(read, error)
+            self.refuse(read, TransferStuck(f"read {read_id}: its home was not heard in time", read_id=read_id))
 
     def _lead_ended(self, read: SomeRead, lead: asyncio.Task[None]) -> None:
         """End a read whose coroutine has ended early: the client or its port was closed, or there is a bug."""
@@ -379,8 +361,8 @@ class LeasedReads(Generic[SomeRead]):
         while True:
             with self.lock:
                 time = self._loop.now()
-                if read.stage in BEGUN and read.error is None:
-                    self._check_time(read, time)
+                if read.stage in BEGUN and read.error is None and (error := read.failure_at(time)) is not None:
+                    self.fail(read, error)
                 if read.stage is ReadStage.GRANTED and read.error is not None:
                     self._refuse(read, read.error)
                 if read.stage not in BEGUN:
@@ -394,37 +376,11 @@ class LeasedReads(Generic[SomeRead]):
                 wake_at = deadline + RANKS_GRACE if read.error is not None else min(deadline, read.lease.deadline)
             await read.news.wait(wake_at)
 
-    def _judge(self, read: SomeRead) -> None:
-        """Give the reader's own verdict on a read whose ranks have ended."""
+    def _report(self, read: SomeRead) -> float:
+        """Judge a read whose ranks have ended by the reader's own clock, and report its end to its home. Returns until
+        when to wait for the home's verdict."""
         with self.lock:
-            read.stamps.ended = self._loop.now()
-            if read.error is None and not read.complete:
-                self.fail(read, TransferFailed(f"read {read.read_id} ended before its last block was published"))
-            if read.error is None and read.ended_at >= read.request.deadline:
-                read.error = self.overdue(read)
-            if read.error is None and not read.lease.live(read.ended_at):
-                read.error = read.expired("it ended after its lease")
-
-    async def _conclude(self, read: SomeRead) -> None:
-        """End a read that was reported, mostly when the home has answered."""
-        with self.lock:
-            if read.error is not None:
-                self._end(read)
-                return
-            read.stage = ReadStage.JUDGING
-        while not read.answered and read.error is None and self._loop.now() < read.verdict_by:
-            await read.news.wait(read.verdict_by)
-        with self.lock:
-            self._decide(read)
-
-    def _lease_changed(self, read: SomeRead) -> None:
-        with self.lock:
-            if read.stage in BEGUN:
-                self.on_extended(read)
-        read.news.set()
-
-    def _report(self, read: SomeRead) -> None:
-        """Report the end of a read to its home."""
+            read.judge(self._loop.now())
         read.judging = start_span("kvferry.judge", read.span.traceparent)
         answered = partial(self._answered, read)
         try:
@@ -438,30 +394,29 @@ class LeasedReads(Generic[SomeRead]):
         verdict_by = self._loop.now() + VERDICT_TIMEOUT
         if read.hinted:
             verdict_by = max(verdict_by, self._holder.validated_by(read.request))
-        read.verdict_by = verdict_by + ANSWER_GRACE
+        return verdict_by + ANSWER_GRACE
 
-    def _answered(self, read: SomeRead, answer: Answer) -> None:
-        """Take the home's answer to the report of a read."""
-        if answer is None and read.hinted:
-            # The home is asked again: there is no other verdict.
-            return
-        verdict = None if isinstance(answer, KvferryError) else answer
-        read.judging.end(verdict="none" if verdict is None else _verdict_name(verdict))
+    def _answered(self, read: SomeRead, answer: NotificationAnswer | None) -> None:
         with self.lock:
-            if isinstance(answer, KvferryError):
-                read.not_validated = read.uncovered(answer.message) if answer.retryable else answer
-            if not read.answered:
-                read.answered, read.verdict = True, verdict
-                read.news.set()
-            good = read.stage is ReadStage.ENDED and read.error is None
-            if verdict == pb.VERDICT_EXPIRED and good and not read.confirmed:
-                logger.error(
-                    "read %s of publication %d of engine %s ended well by its own deadline, but its home says that its "
-                    "lease had ended: its bytes may be wrong. Was this machine paused?",
-                    read.read_id,
-                    read.request.reference.publication,
-                    read.request.reference.engine_id,
-                )
+            read.take_answer(answer)
+
+    async def _conclude(self, read: SomeRead, verdict_by: float) -> None:
+        """End a read that was reported, mostly when the home has answered."""
+        with self.lock:
+            if read.error is not None:
+                self._end(read)
+                return
+            read.stage = ReadStage.JUDGING
+        while not read.answered and read.error is None and self._loop.now() < verdict_by:
+            await read.news.wait(verdict_by)
+        with self.lock:
+            self._decide(read)
+
+    def _lease_changed(self, read: SomeRead) -> None:
+        with self.lock:
+            if read.stage in BEGUN:
+                self.on_extended(read)
+        read.news.set()
 
     # Call these with the lock held.
 
@@ -472,19 +427,9 @@ class LeasedReads(Generic[SomeRead]):
             return
         read.stage = ReadStage.GRANTED
         read.complete, read.told = acquired.part.complete, acquired.part.told
-        read.acquiring.end(request_id=acquired.request_id)
+        read.request.span.end(request_id=acquired.request_id)
         read.stamps.accepted, read.stamps.granted = acquired.accepted_at, self._loop.now()
         self.on_granted(read, acquired)
-
-    def _check_time(self, read: SomeRead, time: float) -> None:
-        if read.lease.source_lost and read.silent:
-            # A network card reports late, or never, that the source has stopped sending.
-            engine_id, problem = read.request.reference.engine_id, "its home has lost it, so it cannot be read any more"
-            self.fail(read, TransferFailed(f"engine {engine_id!r}: {problem}", peer=engine_id, problem=problem))
-        elif not read.lease.live(time):
-            self.fail(read, read.expired("its lease ended before its last byte"))
-        elif time >= read.request.deadline:
-            self.fail(read, self.overdue(read) if read.complete else timed_out(read.request))
 
     def _compare_prompt(self, read: SomeRead) -> None:
         try:
@@ -497,22 +442,14 @@ class LeasedReads(Generic[SomeRead]):
     def _refuse(self, read: SomeRead, error: KvferryError) -> None:
         read.error, read.stage = error, ReadStage.REFUSED
         read.log_end("was not granted")
-        self._meter.refused(read)
-        read.acquiring.end(error)
+        self._meter.ended(read)
+        read.request.span.end(error)
         read.span.end(error)
         read.news.set()
         self.on_refused(read)
 
     def _decide(self, read: SomeRead) -> None:
-        """End a read by the home's verdict; if there is none, the reader's own deadline decides."""
-        read.stamps.decided = self._loop.now()
-        verdict = verdict_of(read.ended_at, read.lease.deadline, read.verdict)
-        read.confirmed = verdict is ReaderVerdict.CONFIRMED
-        if read.hinted and not read.confirmed:
-            late = read.uncovered("its home has not confirmed in time that its blocks were still published")
-            read.error = read.error or read.not_validated or late
-        elif verdict is ReaderVerdict.EXPIRED:
-            read.error = read.expired("the home says that its lease ended")
+        read.decide(self._loop.now())
         self._end(read)
 
     def _end(self, read: SomeRead) -> None:
@@ -524,7 +461,7 @@ class LeasedReads(Generic[SomeRead]):
         read.log_end("ended")
         self._meter.ended(read)
         prompt = read.request.prompt.found
-        read.span.end(read.error, outcome=kind_of(read.error), bytes=read.bytes, prompt=prompt)
+        read.span.end(read.error, outcome=outcome_of(read), bytes=read.bytes, prompt=prompt)
         self.on_ended(read)
 
     def _settle(self, read: SomeRead) -> None:
@@ -532,8 +469,3 @@ class LeasedReads(Generic[SomeRead]):
         if read.stage is ReadStage.ENDED and not read.not_quiet:
             read.set_quiet()
             self.on_quiesced(read)
-
-
-def _verdict_name(verdict: pb.Verdict.ValueType) -> str:
-    known = verdict in pb.Verdict.values()
-    return pb.Verdict.Name(verdict).removeprefix("VERDICT_").lower() if known else str(verdict)

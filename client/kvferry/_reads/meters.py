@@ -8,25 +8,25 @@ import threading
 from collections.abc import Iterable
 
 from kvferry._reads.leased_read import LeasedRead, ReadStage, ShareWork
-from kvferry.errors import KvferryError, PrefixMiss, TransferCancelled, TransferExpired
+from kvferry.errors import PrefixMiss, TransferCancelled, TransferExpired
 from kvferry.stats import RankStats, ReadStats, TransportGauges, total
 
 
-def kind_of(error: KvferryError | None) -> str:
-    if error is None:
+def outcome_of(read: LeasedRead) -> str:
+    """Return how a read has ended, as metrics and traces name it."""
+    if isinstance(read.error, TransferCancelled):
+        return "cancelled"
+    if read.stage is ReadStage.REFUSED:
+        return "missed" if isinstance(read.error, PrefixMiss) else "not_granted"
+    if read.error is None:
         return "done"
-    if isinstance(error, TransferExpired):
-        return "expired"
-    return "cancelled" if isinstance(error, TransferCancelled) else "failed"
+    return "expired" if isinstance(read.error, TransferExpired) else "failed"
 
 
 class ReadMeter:
-    """Measures the reads of one client.
-
-    Threading: `stats` may be called from any thread, and takes no lock, with which handlers of logs and hooks of traces
-    are called: they may ask for it. The others are called with `lock` held, which also guards the reads themselves, see
-    `LeasedReads`.
-    """
+    """Measures the reads of one client. `stats` may be called from any thread, and takes no lock, with which handlers
+    of logs and hooks of traces are called: they may ask for it. The others are called with `lock` held, which also
+    guards the reads themselves, see `LeasedReads`."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -37,9 +37,14 @@ class ReadMeter:
         self._under_way.add(read)
 
     def ended(self, read: LeasedRead) -> None:
-        times, stats = read.stamps.times(()), self._stats
-        self._count(read, kind_of(read.error))
+        """Count a read that has ended, was refused, or was withdrawn before a rank had begun."""
+        outcome, stats = outcome_of(read), self._stats
+        self._under_way.discard(read)
+        stats.outcomes[outcome] += 1
+        if outcome not in ("done", "cancelled", "missed"):
+            stats.failures[type(read.error).__name__] += 1
         if read.error is None:
+            times = read.stamps.times(())
             stats.prompts[read.request.prompt.found] += 1
             stats.wait.add(times.wait)
             stats.grant.add(times.grant)
@@ -48,15 +53,6 @@ class ReadMeter:
                 stats.judge.add(times.judge)
             stats.size.add(read.bytes)
 
-    def refused(self, read: LeasedRead) -> None:
-        """Count a read that got no lease, or whose lease ended before the read began."""
-        missed = "missed" if isinstance(read.error, PrefixMiss) else "not_granted"
-        self._count(read, "cancelled" if isinstance(read.error, TransferCancelled) else missed)
-
-    def withdrawn(self, read: LeasedRead) -> None:
-        """Count a read that its engine withdrew before a rank had begun."""
-        self._count(read, "cancelled")
-
     def stats(self) -> ReadStats:
         found = copy.deepcopy(self._stats)
         # A list: a tuple may run the garbage collector, and others, between its iterator's start and end. What has just
@@ -64,12 +60,6 @@ class ReadMeter:
         stages = [read.stage for read in list(self._under_way)]
         found.stages.update(stage.value for stage in stages if stage not in (ReadStage.REFUSED, ReadStage.ENDED))
         return found
-
-    def _count(self, read: LeasedRead, outcome: str) -> None:
-        self._under_way.discard(read)
-        self._stats.outcomes[outcome] += 1
-        if outcome not in ("done", "cancelled", "missed"):
-            self._stats.failures[type(read.error).__name__] += 1
 
 
 class ShareMeter:

@@ -42,10 +42,9 @@ class RankOrder:
     """The order for one rank's share of a read from the engine `engine_id`, whose home is `home`.
 
     Attributes:
-        reference: the publication's reference, for the handshake with the source.
         lease: the transfer ends with it; one that the engine's scheduler holds, in another process, has no end here.
         granted: the source's blocks, as far as they were known; `RankRead.add` adds the others.
-        wanted: the part to read; its `tokens` are given unless `granted` is complete.
+        wanted: its `tokens` are given unless `granted` is complete.
         deadline: time on the loop's clock at which the share fails.
         traceparent: of the read's span; empty: not traced.
     """
@@ -65,7 +64,6 @@ class RankOrder:
 
     @property
     def source(self) -> SourceKey:
-        """The key of the source engine in `SourceEngines`."""
         return self.home.address, self.engine_id, self.incarnation
 
 
@@ -82,12 +80,10 @@ class RankRead:
 
     Attributes:
         entered: the coroutine (`task`) has begun to run.
-        cancelled: see `stop`.
         interrupted: the error with which the coroutine was ended early.
         error: why the bytes do not count; None: they count, or the share has not ended.
         ended_at: when the share ended, on the loop's clock; if all bytes have arrived, when the last was seen.
         verification: the result of integrity mode; None: not compared.
-        engine: the source, once known.
         parts: expands the request; None before the first expansion.
         received: blocks of the source that were not expanded, in the order of their steps.
         unfinished: the source's blocks after those received of which only some layers are complete.

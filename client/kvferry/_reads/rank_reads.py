@@ -47,11 +47,8 @@ ShareCallback: TypeAlias = Callable[[RankRead], None]
 
 
 class RankReads(OneProcess):
-    """The shares of one destination rank.
-
-    Threading: `start`, `cancel` and `close` may be called from any thread; only `close` waits (R11). Without a
-    `verifier`, integrity mode is off.
-    """
+    """The shares of one destination rank. `start`, `cancel` and `close` may be called from any thread; only `close`
+    waits (R11). Without a `verifier`, integrity mode is off."""
 
     def __init__(
         self,
@@ -80,14 +77,11 @@ class RankReads(OneProcess):
         """Set by `close`, on any thread: shares that reach the loop later are refused there."""
 
     def start(self, share: RankRead, ended: ShareCallback, quiesced: ShareCallback) -> None:
-        """Start a share. Returns at once; later errors end the share.
+        """Start a share. Returns at once; later errors end the share. Raises `Closed`, or `LimitReached` if the system
+        refused the loop's thread.
 
         `ended` is called once at the end of the share, on the loop; `quiesced` once when a share that ended without
         being quiet is quiet, on a thread of the transport, or on the thread that clears the tails. Neither may block.
-
-        Raises:
-            Closed: the cache is closed.
-            LimitReached: the system refused the loop's thread.
         """
         if self._closed or not self._loop.call(partial(self._begin, share, ended, quiesced)):
             raise Closed("the cache is closed")

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 from kvferry._clock import from_duration, now
-from kvferry._control.batches import SENT_BYTES, check_size
 from kvferry._control.homes import Homes
 from kvferry._control.lease_holder import LeaseHolder
+from kvferry._control.notifier import SENT_BYTES, check_size
 from kvferry._control.renewals import Renewals
 from kvferry._control.retrying import retrying
 from kvferry._control.right_prompt import PromptCheck
@@ -85,11 +85,8 @@ class ClientRuntime:
 
 
 class LocalRank:
-    """The memory of one rank, registered with NIXL, and its agents. Makes no RPC and needs no token.
-
-    Making it takes up to seconds: NIXL is loaded, and devices map or pin the memory.
-
-    Threading: every method may be called from any thread; `close` waits.
+    """The memory of one rank, registered with NIXL, and its agents. Makes no RPC and needs no token. Making it takes up
+    to seconds: NIXL is loaded, and devices map or pin the memory. Thread-safe; `close` waits.
 
     Attributes:
         agent: the serving agent; None: other ranks cannot read the memory.
@@ -140,10 +137,7 @@ class RankRuntime:
     """The parts of one rank of an open engine: its registration, its source engines, and its reads.
 
     Threading: every method may be called from any thread, but for the coroutines, which belong to the client's event
-    loop; `close` waits.
-
-    Raises:
-        MessageTooLarge: the registration of the rank does not fit into one message.
+    loop; `close` waits. Raises `MessageTooLarge` if the registration of the rank does not fit into one message.
     """
 
     def __init__(self, client: ClientRuntime, local: LocalRank, token: EngineToken) -> None:
@@ -185,11 +179,8 @@ class RankRuntime:
 
     async def register_again(self) -> None:
         """Register the rank again at a home that has lost the rank's record; a refusal for good is logged. Idempotent.
-
-        Raises:
-            Unavailable: the node server cannot register the rank now.
-            EngineUnknown: the home has restarted again, or was cut off; the engine's scheduler may come back to it.
-        """
+        Raises the error if repeating can help, and `EngineUnknown`: the home has restarted again, or was cut off, and
+        the engine's scheduler may come back to it."""
         if self._closed:
             return
         try:

@@ -93,9 +93,7 @@ class SourceEngines:
     """The source engines of one destination rank. Belongs to the client's event loop.
 
     Args:
-        spec, reader, rank: the destination engine and its rank.
         own_home: the home of the destination engine.
-        rule: chooses the paths of reads.
         measure: called with a home, an agent behind it and a deadline if costs are to be measured; returns a rule with
             the measured costs, or None.
         retire: called with the name of each agent of an engine that is dropped.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, READ_TIMEOUT
 from kvferry._client import Client, client_runtime_of
-from kvferry._control.acquisition import ReadTerms
+from kvferry._control.acquire_request import ReadTerms
 from kvferry._control.home_session import HomeSession
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.publications import Publication, Release

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from kvferry._control.acquisition import AcquireRequest
+from kvferry._control.acquire_request import AcquireRequest
 from kvferry._control.granted_steps import GrantedPart
 from kvferry._loop import Loop
 from kvferry._reads.leased_read import LeasedRead, ReadStage
 from kvferry._wire.publication import told_fields
 from kvferry.engine.values import GrantStep, Offer, ReadEnd, ReadSource
+from kvferry.errors import TransferStuck
 from kvferry.geometry.blocks import BlockRuns, joined, runs_of
 
 
@@ -31,6 +32,21 @@ class SchedulerRead(LeasedRead):
         self.more: list[GrantedPart] = []
         self.lost: dict[str, tuple[int, ...]] = {}
         self.written: int | None = None
+
+    def overdue(self) -> TransferStuck:
+        read_id, request = self.read_id, f"request {self.request_id!r}"
+        if self.stage is ReadStage.GRANTED:
+            return TransferStuck(
+                f"{request} was granted but not attached in time: attach it, or cancel it", read_id=read_id
+            )
+        if not self.silent:
+            return TransferStuck(f"read {read_id} of {request} ended after its timeout", read_id=read_id)
+        silent = ", ".join(map(str, self.silent))
+        message = (
+            f"read {read_id} of {request} did not end in time: rank {silent} has not reported its end; was the grant "
+            "started there, and is what the worker's `finished` returns collected here?"
+        )
+        return TransferStuck(message, quiet=False, read_id=read_id, ranks=silent)
 
 
 def offer_of(read: SchedulerRead, timeout: float) -> Offer | None:

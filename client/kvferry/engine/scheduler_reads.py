@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from kvferry._control.acquisition import Acquired, AcquireRequest
+from kvferry._control.acquire_request import Acquired, AcquireRequest
 from kvferry._control.block_use import Writes
 from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.lease_holder import LeaseHolder
@@ -27,7 +27,6 @@ from kvferry.errors import (
     LimitReached,
     PromptMismatch,
     TransferCancelled,
-    TransferStuck,
     WrongState,
 )
 from kvferry.geometry.blocks import Blocks, runs_of, taken_end
@@ -263,21 +262,6 @@ class Reads(LeasedReads[SchedulerRead]):
 
     def on_stop(self, read: SchedulerRead) -> None:
         self._cancels.append(read.read_id)
-
-    def overdue(self, read: SchedulerRead) -> TransferStuck:
-        read_id, request = read.read_id, f"request {read.request_id!r}"
-        if read.stage is ReadStage.GRANTED:
-            return TransferStuck(
-                f"{request} was granted but not attached in time: attach it, or cancel it", read_id=read_id
-            )
-        if not read.silent:
-            return TransferStuck(f"read {read_id} of {request} ended after its timeout", read_id=read_id)
-        silent = ", ".join(map(str, read.silent))
-        message = (
-            f"read {read_id} of {request} did not end in time: rank {silent} has not reported its end; was the grant "
-            "started there, and is what the worker's `finished` returns collected here?"
-        )
-        return TransferStuck(message, quiet=False, read_id=read_id, ranks=silent)
 
     def on_ended(self, read: SchedulerRead) -> None:
         if read.not_quiet:

@@ -10,7 +10,7 @@ import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 from kvferry import Prompt, Release, router_reference
-from kvferry._reads.read import ReadState
+from kvferry._reads.cache_reads import ReadState
 from kvferry.errors import KvferryError
 from kvferry.integrations.sglang.bootstrap import Source, room_reference
 from kvferry.integrations.sglang.manager import Counts, KvferryManager

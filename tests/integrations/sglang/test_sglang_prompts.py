@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.events import KvEventLoraNames
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from kvferry import Prompt
-from kvferry._reads.read import ReadState
+from kvferry._reads.cache_reads import ReadState
 from kvferry.errors import EngineUnknown, KvferryError, PromptMismatch
 from kvferry.integrations.sglang.bootstrap import room_name
 from kvferry.integrations.sglang.hooks import prompt_of, tell_receiver, tell_sender
