@@ -17,10 +17,10 @@ from kvferry._wire.status import (
     DETAILS_KEY,
     from_notification_error,
     from_rpc_error,
+    tls_failure,
     to_notification_error,
     to_status,
 )
-from kvferry._wire.tls_failure import tls_failure
 from kvferry.errors import Incompatible, KvferryError, Mismatch
 from kvferry.v1 import errors_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb

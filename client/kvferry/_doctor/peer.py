@@ -24,7 +24,7 @@ def check(host: Host) -> list[Finding]:
     import grpc
 
     from kvferry._wire.channel import TlsConfig, connect, parse_address
-    from kvferry._wire.tls_failure import tls_failure
+    from kvferry._wire.status import tls_failure
     from kvferry.errors import InvalidInput
 
     try:
