@@ -1,1 +1,1 @@
-"""Integrity mode: a source sums the blocks that it publishes, and readers compare what has arrived with the sums."""
+"""Integrity mode: a source sums the blocks that it publishes; `kvferry._reads.verifier` compares what has arrived."""

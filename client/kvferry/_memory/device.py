@@ -36,7 +36,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +56,9 @@ logger = Log(__name__)
 BYTES_AT_ONCE = 16 << 20
 """Bytes that are gathered at a time to be summed; the sum takes five times this memory. Each step costs a launch, so
 this is much more than on the host."""
+
+Uploaded: TypeAlias = dict[int, tuple[npt.NDArray[Any], Any]]
+"""Indices on the device, by the identity of their array, which is kept: no other array gets this identity."""
 
 STREAM_PRIORITY = -2
 """The default is 0; programs that want a higher priority take -1, and NCCL, if configured so, takes the highest, -3."""
@@ -94,9 +97,10 @@ class DeviceAccess:
         return StagingSpace(region, self, tensor)
 
     def copy(self, copies: Iterable[Copy]) -> None:
-        with self._queue() as queue:
+        indices: Uploaded = {}
+        with self._queue():
             for copy in copies:
-                self._copy(copy, queue)
+                self._copy(copy, indices)
 
     def sums(self, plane: Plane, units: Interval, blocks: AlikeBlocks) -> Sums:
         torch, length = self._torch, bytes_per_unit(plane, blocks)
@@ -133,7 +137,7 @@ class DeviceAccess:
         if known is None or known.nbytes() < storage.nbytes():
             self._storages[address] = storage
 
-    def _copy(self, copy: Copy, queue: _Queue) -> None:
+    def _copy(self, copy: Copy, indices: Uploaded) -> None:
         source, destination = copy.source, copy.destination
         there, here = self._storage_of(source), self._storage_of(destination)
         # Both sides are copied in words of one size: the widest that divides all their steps and addresses.
@@ -144,7 +148,18 @@ class DeviceAccess:
         read, written = (
             self._view(storage, cells, words[size], size) for storage, cells in ((there, source), (here, destination))
         )
-        written[queue.index(copy.ids)] = read[queue.index(copy.places)]
+        written[self._index(copy.ids, indices)] = read[self._index(copy.places, indices)]
+
+    def _index(self, array: npt.NDArray[Any], indices: Uploaded) -> Any:
+        """The index for these positions of an axis. Consecutive positions take no memory, and an array is uploaded
+        once, however many copies share it."""
+        selected = selection(array)
+        if isinstance(selected, slice):
+            return selected
+        if id(array) not in indices:
+            uploaded = self._torch.empty(len(array), dtype=self._torch.int64, device=self._device)
+            indices[id(array)] = array, uploaded.copy_(self._torch.from_numpy(array))
+        return indices[id(array)][1]
 
     def _bytes(self, cells: Cells) -> Any:
         """Cells as a tensor of bytes, ``uint8[*cells.shape, cells.size]``."""
@@ -166,58 +181,27 @@ class DeviceAccess:
         raise InvalidField("memory", value, f"memory of a tensor on {self._device}")
 
     @contextmanager
-    def _queue(self) -> Iterator[_Queue]:
+    def _queue(self) -> Iterator[None]:
         """The calling thread's stream as the current one. At the end, also after an error, waits for the work queued
         there; raises `StillCopying` if the device does not confirm the end of that work."""
-        queue: _Queue | None = getattr(self._threads, "queue", None)
-        if queue is None:
-            queue = self._threads.queue = _Queue(self._torch, self._device)
+        stream: Any = getattr(self._threads, "stream", None)
+        if stream is None and self._device.type != "cpu":
+            ignore_captures(hip=self._torch.version.hip is not None)
+            stream = self._threads.stream = self._torch.cuda.Stream(self._device, priority=STREAM_PRIORITY)
         full = getattr(self._torch, "OutOfMemoryError", None) or self._torch.cuda.OutOfMemoryError
         try:
-            with nullcontext() if queue.stream is None else self._torch.cuda.stream(queue.stream):
-                yield queue
+            with nullcontext() if stream is None else self._torch.cuda.stream(stream):
+                yield
         except full as error:
             # torch's message has the sizes, and nothing else about the process.
             problem = str(error).splitlines()[0]
             raise TransferFailed(f"{self._device} has no memory left: {problem}") from None
         finally:
-            queue.finish()
-
-
-class _Queue:
-    """The work that one thread gives the device, on a stream of the thread's own."""
-
-    def __init__(self, torch: Any, device: Any) -> None:
-        self._torch = torch
-        self._device = device
-        self.stream: Any = None
-        self._indices: dict[int, tuple[npt.NDArray[Any], Any]] = {}
-        """The uploaded indices by the identity of their array, which is kept: no other array gets this identity."""
-        if device.type != "cpu":
-            ignore_captures(hip=torch.version.hip is not None)
-            self.stream = torch.cuda.Stream(device, priority=STREAM_PRIORITY)
-
-    def index(self, array: npt.NDArray[Any]) -> Any:
-        """The index for these positions of an axis. Consecutive positions take no memory, and an array is uploaded
-        once, however many copies share it."""
-        selected = selection(array)
-        if isinstance(selected, slice):
-            return selected
-        known = self._indices.get(id(array))
-        if known is None:
-            uploaded = self._torch.empty(len(array), dtype=self._torch.int64, device=self._device)
-            known = self._indices[id(array)] = array, uploaded.copy_(self._torch.from_numpy(array))
-        return known[1]
-
-    def finish(self) -> None:
-        """Wait until the work has ended; see `DeviceAccess._queue`."""
-        try:
-            if self.stream is not None:
-                self.stream.synchronize()
-        except Exception as error:
-            raise StillCopying(f"{self._device}: {error!r}") from error
-        finally:
-            self._indices.clear()
+            try:
+                if stream is not None:
+                    stream.synchronize()
+            except Exception as error:
+                raise StillCopying(f"{self._device}: {error!r}") from error
 
 
 def check_stable(regions: Iterable[MemoryRegion]) -> None:

@@ -129,8 +129,7 @@ class Verifier:
         # A read from a hint has none: its publication announced no sums.
         for query in _queries(lane, blocks) if lease_id else ():
             request = pb.ReadChecksumsRequest(reader=self._reader, lease_id=lease_id, queries=[query])
-            pending = True
-            while pending:
+            while True:
                 read.check()
                 try:
                     left = min(CALL_TIMEOUT, order.deadline - self._loop.now())
@@ -141,9 +140,9 @@ class Verifier:
                     problem = "could not fetch the sums of rank %d of publication %d: %s"
                     logger.info(problem, lane.source_rank, order.publication, error)
                     return found
-                pending = lane.source_rank in answer.pending_ranks and self._loop.now() + backoff.pause < give_up
-                if pending:
-                    await asyncio.sleep(backoff.next())
+                if lane.source_rank not in answer.pending_ranks or self._loop.now() + backoff.pause >= give_up:
+                    break
+                await asyncio.sleep(backoff.next())
             for plane, page in pages:
                 found.setdefault(plane, []).append(page)
         return found

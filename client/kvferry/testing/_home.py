@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from queue import Queue
 from types import SimpleNamespace
@@ -162,22 +162,17 @@ class InProcessCall(grpc.RpcError):
 grpc.Call.register(InProcessCall)
 
 
+@dataclass(eq=False)
 class InProcessChannel:
     """The channel of one client. `begin` hands a call to the home, or ends it; it is called on any thread, and returns
     at once. `clock` is the fabric's. `queue` makes the queue of each call."""
 
-    def __init__(
-        self,
-        begin: Callable[[InProcessCall], None],
-        clock: Callable[[], float],
-        queue: Callable[[], Messages] = Queue,
-    ) -> None:
-        self._queue = queue
-        self._begin = begin
-        self._clock = clock
-        self._calls: set[InProcessCall] = set()
-        """Single steps change it, so no lock guards it."""
-        self._closed = False
+    begin: Callable[[InProcessCall], None]
+    clock: Callable[[], float]
+    queue: Callable[[], Messages] = Queue
+    calls: set[InProcessCall] = field(default_factory=set, init=False)
+    """Those that have not ended. Single steps change it, so no lock guards it."""
+    closed: bool = field(default=False, init=False)
 
     def cut(self) -> None:
         """Fail every call as if the connection was lost."""
@@ -185,7 +180,7 @@ class InProcessChannel:
 
     def close(self) -> None:
         """Close the channel and cancel its calls, as `grpc.Channel.close` does."""
-        self._closed = True
+        self.closed = True
         self._end(grpc.StatusCode.CANCELLED, "Channel closed!")
 
     def unary_stream(
@@ -195,16 +190,16 @@ class InProcessChannel:
         a call but the timeout."""
 
         def call(request: Any, timeout: float | None = None, *_: object, **__: object) -> InProcessCall:
-            deadline, encoded = None if timeout is None else self._clock() + timeout, request_serializer(request)
-            made = InProcessCall(method, encoded, response_deserializer, deadline, self._queue())
+            deadline, encoded = None if timeout is None else self.clock() + timeout, request_serializer(request)
+            made = InProcessCall(method, encoded, response_deserializer, deadline, self.queue())
             # Added first: `close` ends the calls that it finds, and a later call finds the channel closed.
-            self._calls.add(made)
-            made.add_done_callback(self._calls.discard)
-            if self._closed:
+            self.calls.add(made)
+            made.add_done_callback(self.calls.discard)
+            if self.closed:
                 made.cancel()
                 raise ValueError("Cannot invoke RPC on closed channel!")
             if not made.refuse_large(encoded):
-                self._begin(made)
+                self.begin(made)
             return made
 
         return call
@@ -213,7 +208,7 @@ class InProcessChannel:
         return _UnaryUnary(self.unary_stream(*method, **options))
 
     def _end(self, code: grpc.StatusCode, details: str) -> None:
-        for call in tuple(self._calls):
+        for call in tuple(self.calls):
             call.end(code, details)
 
 
@@ -310,15 +305,15 @@ class InProcessHome:
                 callback(context)
 
 
+@dataclass(eq=False)
 class _Context:
     """The part of gRPC's servicer context that the guard and the servicers use."""
 
-    def __init__(self, call: InProcessCall, encode: Callable[[Any], bytes] | None, clock: Callable[[], float]) -> None:
-        self.at_end: list[Callable[[object], None]] = []
-        self._call = call
-        self._clock = clock
-        self._encode = encode
-        self._read = False
+    call: InProcessCall
+    encode: Callable[[Any], bytes] | None
+    clock: Callable[[], float]
+    at_end: list[Callable[[object], None]] = field(default_factory=list)
+    was_read: bool = False
 
     def peer(self) -> str:
         # As of gRPC's callers on a UNIX socket.
@@ -332,20 +327,20 @@ class _Context:
         return ()
 
     def time_remaining(self) -> float | None:
-        return None if self._call.deadline is None else max(0.0, self._call.deadline - self._clock())
+        return None if self.call.deadline is None else max(0.0, self.call.deadline - self.clock())
 
     def add_done_callback(self, callback: Callable[[object], None]) -> None:
         self.at_end.append(callback)
 
     async def read(self) -> object:
-        read, self._read = self._read, True
-        return grpc.aio.EOF if read else self._call.request
+        read, self.was_read = self.was_read, True
+        return grpc.aio.EOF if read else self.call.request
 
     async def write(self, message: Any) -> None:
-        self._call.answered(message if self._encode is None else self._encode(message))
+        self.call.answered(message if self.encode is None else self.encode(message))
         # Let other tasks run, as they do while gRPC sends.
         await asyncio.sleep(0)
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing: Metadata = ()) -> None:
-        self._call.end(code, details, trailing)
+        self.call.end(code, details, trailing)
         raise grpc.aio.AbortError("the call was aborted")

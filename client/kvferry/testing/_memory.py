@@ -46,14 +46,12 @@ class HostMemoryOnly(Exception):
 
 @dataclass(eq=False)
 class PostedRead:
-    """A read that was posted, or is about to be, from the agent named `peer`: addresses and lengths in bytes,
-    ``uint64[n]``. Only its agent keeps a reference to the read, so that the bytes never arrive if the agent has ended.
+    """A read that was posted, or is about to be, from the agent named `peer`: destinations, sources and lengths in
+    bytes. Only its agent keeps a reference to the read, so that the bytes never arrive if the agent has ended.
     `connects`: the first read from a peer, of a few bytes; `let_go`: the bytes may move; `done`: they have moved."""
 
     peer: str
-    source: Rows
-    destination: Rows
-    length: Rows
+    copies: list[list[int]]
     connects: bool
     let_go: bool = False
     done: bool = False
@@ -242,7 +240,8 @@ class Agent:
         # The first read of a link reads a few bytes, to connect.
         connects, known.connected = not known.connected, True
         number = next(self._numbers)
-        self._reads[number] = PostedRead(peer, source, destination, length, connects)
+        copies = np.stack((destination, source, length), 1).tolist()
+        self._reads[number] = PostedRead(peer, copies, connects)
         return number
 
     def postXferReq(self, number: int, message: bytes) -> str:
@@ -257,8 +256,7 @@ class Agent:
             self._check_source(read)
             if not read.let_go:
                 return Process.NIXL_IN_PROG
-            columns = (rows.tolist() for rows in (read.source, read.destination, read.length))
-            for of, to, length in zip(*columns, strict=True):
+            for to, of, length in read.copies:
                 ctypes.memmove(to, of, length)
             read.done = True
         return Process.NIXL_SUCCESS
