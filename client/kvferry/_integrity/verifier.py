@@ -11,8 +11,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvferry._control.backoff import Backoff
-from kvferry._control.connection import CALL_TIMEOUT, Control
+from kvferry._control.backoff import CALL_TIMEOUT, Backoff
+from kvferry._control.connection import Control
 from kvferry._integrity.summed_blocks import IntegrityOptions, Verification, divided, held_blocks
 from kvferry._logs import Log
 from kvferry._loop import Loop

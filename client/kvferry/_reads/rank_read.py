@@ -73,10 +73,8 @@ Phase: TypeAlias = Literal["handshake", "plan", "move", "steps"]
 
 class RankRead:
     """One rank's share of a read, from its order to its end. The coroutine of `RankReads` changes the share; any thread
-    may read, `stop` and `extend` it.
-
-    One transfer moves the share, or, if its source publishes in steps, several, one after the other: each moves the
-    blocks that were published during the transfer before.
+    may read, `stop` and `extend` it. One transfer moves the share, or, if its source publishes in steps, several, one
+    after the other: each moves the blocks that were published during the transfer before.
 
     Attributes:
         entered: the coroutine (`task`) has begun to run.
@@ -229,10 +227,6 @@ class RankRead:
             deadline=order.deadline,
             check=self.check,
         )
-
-    def refuse(self, error: KvferryError) -> None:
-        """End a share that was never begun."""
-        self.ended_at, self.error, self.ended = self._loop.now(), error, True
 
     def begin(self, start: Callable[[], Transfer]) -> Transfer:
         """Start the transfer; raises `TransferCancelled` if the read was cancelled."""
