@@ -8,11 +8,10 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 
 from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, Cache, runtime_of
-from kvferry._control.connection import CALL_TIMEOUT
+from kvferry._control.backoff import CALL_TIMEOUT, retrying
 from kvferry._control.home_session import HomeSession
 from kvferry._control.homes import Homes
 from kvferry._control.renewals import Renewals
-from kvferry._control.retrying import retrying
 from kvferry._control.right_prompt import PromptCheck
 from kvferry._control.watcher import Watcher, rank_watcher
 from kvferry._directory.directory import Directory

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import KW_ONLY, dataclass
 
 from kvferry import _arguments as arguments
-from kvferry._control.connection import CALL_TIMEOUT
+from kvferry._control.backoff import CALL_TIMEOUT
 from kvferry._control.home_session import HomeSession
 from kvferry._control.publications import Publication, Release
 from kvferry._control.publish import Publish, PublishMore

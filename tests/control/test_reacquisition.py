@@ -17,7 +17,8 @@ from kvferry._clock import to_duration
 from kvferry._control import acquisition
 from kvferry._control.acquire_request import AcquireRequest
 from kvferry._control.acquisition import Acquisition
-from kvferry._control.connection import CALL_TIMEOUT, Control
+from kvferry._control.backoff import CALL_TIMEOUT
+from kvferry._control.connection import Control
 from kvferry._control.reader_lease import ReaderLease, deadline_after
 from kvferry._control.renewals import Renewals
 from kvferry._loop import Loop

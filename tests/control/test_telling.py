@@ -18,11 +18,11 @@ import pytest
 from kvferry._clock import now, to_duration
 from kvferry._control import lease_holder, notifier
 from kvferry._control.acquire_request import Acquired, AcquireRequest
-from kvferry._control.connection import CALL_TIMEOUT, Control, NotificationAnswer
+from kvferry._control.backoff import CALL_TIMEOUT, retrying
+from kvferry._control.connection import Control, NotificationAnswer
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.notifier import BATCH
 from kvferry._control.reader_lease import ReaderLease
-from kvferry._control.retrying import retrying
 from kvferry._tracing import NO_SPAN, Span
 from kvferry._wire.channel import TlsContent
 from kvferry._wire.status import to_notification_error

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvferry import Blocks
-from kvferry._control.connection import SILENCE, Control
+from kvferry._control.backoff import SILENCE
+from kvferry._control.connection import Control
 from kvferry._control.publish import Publish
 from kvferry._control.watcher import Watcher
 from kvferry._wire.channel import MAX_MESSAGE_BYTES

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, Client, EngineSpec, Group, router_reference
-from kvferry._control.connection import CALL_TIMEOUT
+from kvferry._control.backoff import CALL_TIMEOUT
 from kvferry.engine import ReadEnd, SchedulerPort, WorkerPort
 from kvferry.errors import Unreachable
 from tests.support.identifiers import unique_id

@@ -13,7 +13,8 @@ import pytest
 
 from kvferry import Blocks, EngineSpec, Group, Publication, Release, ReleaseOutcome
 from kvferry._control import publication_sender
-from kvferry._control.connection import CALL_TIMEOUT, Control, NotificationAnswer
+from kvferry._control.backoff import CALL_TIMEOUT
+from kvferry._control.connection import Control, NotificationAnswer
 from kvferry._control.notifier import BATCH
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.errors import (

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from kvferry._control.connection import CALL_TIMEOUT
+from kvferry._control.backoff import CALL_TIMEOUT
 from kvferry.errors import KvferryError, Unreachable
 from tests.model.clocks import RealTime
 from tests.model.host import Host, Pulled

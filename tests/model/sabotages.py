@@ -11,7 +11,7 @@ from weakref import WeakSet
 import pytest
 
 from kvferry._control import publications, reader_lease
-from kvferry._control.connection import CALL_TIMEOUT
+from kvferry._control.backoff import CALL_TIMEOUT
 from kvferry._control.granted_steps import GrantedPart, GrantedSteps
 from kvferry._control.reader_lease import ReaderVerdict
 from kvferry.errors import PublicationReleased, PublicationStale, WrongSession

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from kvferry._control.connection import CALL_TIMEOUT
+from kvferry._control.backoff import CALL_TIMEOUT
 from kvferry._wire.authority import SECRET_BYTES
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry._wire.reference import router_reference

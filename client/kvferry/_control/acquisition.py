@@ -13,8 +13,8 @@ from typing import Any
 
 from kvferry._clock import from_duration, to_duration
 from kvferry._control.acquire_request import Acquired, AcquireRequest
-from kvferry._control.backoff import BACKOFF_FIRST, Backoff
-from kvferry._control.connection import CALL_TIMEOUT, SILENCE, Control
+from kvferry._control.backoff import BACKOFF_FIRST, CALL_TIMEOUT, SILENCE, Backoff
+from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedPart, GrantedSteps
 from kvferry._control.reader_lease import LEASE_ID_BYTES, RENEW_LEAST, ReaderLease
 from kvferry._control.renewals import Renewals
@@ -158,8 +158,12 @@ class Acquisition:
                     await asyncio.sleep(pause)
                 if (found := await self._ask()) is not None:
                     return found
+            except KvferryError as error:
+                await self._pause_after(error)
             except Exception as error:
-                await self._pause_after(self._typed(error))
+                address = self._request.home.address
+                logger.exception("asking %s for %s failed", address, self._request.named)
+                await self._pause_after(InternalError(f"asking {address} failed: {error!r}", address=address))
 
     async def _ask(self) -> GrantedPart | None:
         request, lease, sent_at = self._request, self._lease, self._loop.now()
@@ -203,13 +207,6 @@ class Acquisition:
             stop.cancel()
         if len(accepted.lease_id) == LEASE_ID_BYTES:
             self._let_go(self._request.home, _lease(accepted, sent_at), pb.RANK_OUTCOME_CANCELLED)
-
-    def _typed(self, error: Exception) -> KvferryError:
-        if isinstance(error, KvferryError):
-            return error
-        address = self._request.home.address
-        logger.error("asking %s for %s failed", address, self._request.named, exc_info=error)
-        return InternalError(f"asking {address} failed: {error!r}", address=address)
 
     async def _pause_after(self, error: KvferryError) -> None:
         """Pause after the failure of an attempt; raises the error if another attempt cannot help."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from kvferry._control.acquire_request import Acquired
 from kvferry._control.acquisition import Acquisition
+from kvferry._control.backoff import retrying
 from kvferry._control.questions import AskedPrefix
-from kvferry._control.retrying import retrying
 from kvferry._wire.outcomes import MissReason
 from kvferry.errors import (
     BlocksShort,

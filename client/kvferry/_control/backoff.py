@@ -1,9 +1,26 @@
-"""Pauses between the attempts of an operation that fails, and a circuit breaker for a peer that keeps failing. Pure;
-the caller passes the time."""
+"""Pauses between the attempts of an operation that fails, a circuit breaker for a peer that keeps failing, and calls
+that are repeated."""
 
 from __future__ import annotations
 
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
 from random import SystemRandom
+from typing import TypeVar
+
+from kvferry._logs import Log
+from kvferry.errors import KvferryError, Unreachable
+
+logger = Log(__name__)
+
+Answer = TypeVar("Answer")
+
+CALL_TIMEOUT = 5.0
+"""Default seconds for a unary call."""
+
+SILENCE = 1.0
+"""Seconds of waiting after which a warning is logged."""
 
 BACKOFF_FIRST = 0.02
 BACKOFF_LAST = 1.0
@@ -14,13 +31,9 @@ processes that it forks would share."""
 
 
 class Backoff:
-    """Doubles the pause between attempts, from a first to a longest one. Not thread-safe.
-
-    Args:
-        first, last: seconds of the first and of the longest pause.
-        jitter: 0.0 to 1.0: the random share of each pause, so that many clients do not retry at the same time. With 0.5
-            a pause of 1 s becomes 0.5 s to 1 s.
-    """
+    """Doubles the pause between attempts, from the `first` to the longest seconds (`last`). Not thread-safe. `jitter`,
+    0.0 to 1.0, is the random share of each pause, so that many clients do not retry at the same time: with 0.5 a pause
+    of 1 s becomes 0.5 s to 1 s."""
 
     __slots__ = ("_first", "_jitter", "_last", "pause")
 
@@ -45,12 +58,9 @@ class Backoff:
 
 
 class Breaker:
-    """Admits calls while a peer answers. While the peer keeps failing, it admits few attempts, and other calls fail at
-    once. Not thread-safe.
-
-    After `threshold` consecutive failures the breaker opens: it then admits one attempt per pause, and each failed
-    attempt doubles the pause, from `first` to `last` seconds. Any success closes it.
-    """
+    """Admits calls while a peer answers. After `threshold` consecutive failures the breaker opens: it then admits one
+    attempt per pause, and other calls fail at once; each failed attempt doubles the pause, from `first` to `last`
+    seconds. Any success closes it. Not thread-safe."""
 
     def __init__(self, threshold: int, first: float, last: float) -> None:
         self._threshold = threshold
@@ -94,3 +104,36 @@ class Breaker:
         """Return the seconds since the first failure after the last success; 0.0 while the peer answers."""
         since = self._failing_since
         return 0.0 if since is None else now - since
+
+
+async def retrying(
+    call: Callable[[float], Awaitable[Answer]], deadline: float, most: float = CALL_TIMEOUT, *, what: str = ""
+) -> Answer:
+    """Repeat a call, which gets the seconds that it may take, at most `most`, while its error is retryable. After the
+    `deadline` on the loop's clock, the last error is raised.
+
+    `what` is the subject of one warning if the wait is longer than `SILENCE`. If it is empty, one warning is logged for
+    an error that persists after `SILENCE`; `Control` itself warns of an unreachable node server.
+    """
+    loop = asyncio.get_running_loop()
+    backoff, reason = Backoff(jitter=0.5), "there is no answer yet"
+    silent_until = loop.time() + SILENCE
+    warning = loop.call_later(SILENCE, lambda: logger.warning("still waiting for %s: %s", what, reason))
+    if not what:
+        warning.cancel()
+    try:
+        while True:
+            left = deadline - loop.time()
+            try:
+                return await call(max(0.001, min(most, left)))
+            except KvferryError as error:
+                pause = backoff.next(error.retry_after)
+                if not error.retryable or loop.time() + pause >= deadline:
+                    raise
+                reason = error.message
+                if not what and not isinstance(error, Unreachable) and loop.time() >= silent_until:
+                    logger.warning("still failing after %.0f s: %s", SILENCE, error.message)
+                    silent_until = math.inf
+            await asyncio.sleep(pause)
+    finally:
+        warning.cancel()

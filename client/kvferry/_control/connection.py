@@ -24,7 +24,7 @@ from typing import TypeAlias, TypeVar
 
 import grpc
 
-from kvferry._control.backoff import Breaker
+from kvferry._control.backoff import CALL_TIMEOUT, SILENCE, Breaker
 from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._threads import guarded, no_thread, start_thread
@@ -46,9 +46,6 @@ Answer = TypeVar("Answer")
 NotificationAnswer: TypeAlias = pb.NotificationResult | KvferryError
 """The result of a notification, or the error with which the home has refused it."""
 
-CALL_TIMEOUT = 5.0
-"""Default seconds for a unary call."""
-
 HANDSHAKE_TIMEOUT = 30.0
 """Seconds for a handshake: hundreds of ranks may start together, and each fetches the geometry of hundreds of ranks."""
 
@@ -57,9 +54,6 @@ BREAKER_FIRST = 0.1
 BREAKER_LAST = 1.0
 """Failures after which calls pause, and the shortest and longest pause in seconds: a node server restarts within
 seconds, so that there is at least one attempt per second."""
-
-SILENCE = 1.0
-"""Seconds of waiting after which a warning is logged."""
 
 MESSAGES_AHEAD = 256
 """Most messages of a stream that wait to be handled; until then, no more are read."""
@@ -74,10 +68,8 @@ EXIT_POLL = 0.005
 
 class Control:
     """The connection to one node server. Belongs to a client's event loop; `stats`, `complain` and `unreachable_for`
-    may be used on any thread.
-
-    Every call raises a `KvferryError` if it fails: the server's error, `Unreachable`, or `Closed` after `close`.
-    """
+    may be used on any thread. Every call raises a `KvferryError` if it fails: the server's error, `Unreachable`, or
+    `Closed` after `close`."""
 
     def __init__(self, address: str, tls: TlsConfig | None, loop: Loop, dial: Dial = connect) -> None:
         self.address = address
@@ -309,17 +301,15 @@ class Control:
         return self._stub
 
     def _check(self, answer: object) -> None:
-        """Check that an answer, or the first message of a stream, is of a node server that this release works with."""
+        """Check that a message is of a node server that this release works with."""
         version: pb.Version | None = getattr(answer, "version", None)
         if version is not None:
             check_server(version, self.address)
 
     def _abandon(self) -> None:
-        """Abandon a channel for which gRPC could not start its thread; the next call makes another channel.
-
-        No call on it would ever end, not even at its deadline, and closing or freeing the channel would wait for them.
-        So this keeps the channel referenced for ever.
-        """
+        """Abandon a channel for which gRPC could not start its thread; the next call makes another channel. No call on
+        it would ever end, not even at its deadline, and closing or freeing the channel would wait for them. So this
+        keeps the channel referenced for ever."""
         channel, self._channel, self._stub = self._channel, None, None
         self._threads_short = True
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel))

@@ -10,15 +10,15 @@ from functools import partial
 
 from kvferry import _arguments as arguments
 from kvferry._clock import from_duration
+from kvferry._control.backoff import CALL_TIMEOUT, retrying
 from kvferry._control.block_use import BlockUse
-from kvferry._control.connection import CALL_TIMEOUT, Control
+from kvferry._control.connection import Control
 from kvferry._control.lease_holder import DECLINE_PATIENCE
 from kvferry._control.notifier import Message, Notifier, batches
 from kvferry._control.publication_sender import PublicationSender
 from kvferry._control.publications import Offers, Publication, Release
 from kvferry._control.publish import Publish, PublishMore, follow, new_step
 from kvferry._control.questions import Question, Questions
-from kvferry._control.retrying import retrying
 from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
 from kvferry._logs import Log
@@ -106,11 +106,9 @@ class HomeSession:
         return EngineToken(self._engine.engine_id, self._secret, self.advertise)
 
     def publish(self, given: Publish, timeout: float | None = None) -> Publication:
-        """Publish, and wait at most `timeout` seconds for the home's answer; see `EngineSession.publish`.
-
-        Without a timeout this returns at once, as `SchedulerPort.publish` does: the step is sent for as long as the
-        home would hold the publication, and `released` returns a publication that the home refuses.
-        """
+        """Publish, and wait at most `timeout` seconds for the home's answer; see `EngineSession.publish`. Without a
+        timeout this returns at once, as `SchedulerPort.publish` does: the step is sent for as long as the home would
+        hold the publication, and `released` returns a publication that the home refuses."""
         self._check_open()
         ids, step = new_step(self.spec, given)
         follow((), step)
@@ -245,7 +243,12 @@ class HomeSession:
         failure = self._watcher.failure
         await self._watcher.close()
         if failure is None:
-            await self._retire()
+            # So that the next start of the engine need not wait. One short attempt: without the message, the home finds
+            # out after an engine_ttl.
+            try:
+                await self._control.notify_one(self._request([pb.Notification(retire=pb.Retire())]), RETIRE_TIMEOUT)
+            except KvferryError as error:
+                logger.info("engine %s counts as alive for an engine_ttl: %s", self.spec.engine_id, error)
         if self._acknowledging is not None:
             self._acknowledging.cancel()
 
@@ -296,14 +299,6 @@ class HomeSession:
 
     def complain(self, error: KvferryError) -> None:
         self._control.complain(error, f"publications of engine {self.spec.engine_id!r} wait")
-
-    async def _retire(self) -> None:
-        """Tell the home that this incarnation has ended, so that the next start of the engine need not wait. One short
-        attempt: without the message, the home finds out after an engine_ttl."""
-        try:
-            await self._control.notify_one(self._request([pb.Notification(retire=pb.Retire())]), RETIRE_TIMEOUT)
-        except KvferryError as error:
-            logger.info("engine %s counts as alive for an engine_ttl: %s", self.spec.engine_id, error)
 
     def _decline(self, step: pb.Publish) -> None:
         """Tell the readers that wait under a router's key that its publication will not come. Not for a key that was in

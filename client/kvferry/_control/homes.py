@@ -37,7 +37,6 @@ class Homes:
     """Connections to node servers, by address. Thread-safe, but for `close`, which belongs to the loop.
 
     Args:
-        own: address of the client's own node server.
         tls: credentials for all TCP connections; with them every home is allowed.
         allowed: shell patterns of ``host:port`` that are allowed without TLS, beside loopback addresses.
         directory: names the homes of engines whose references name none, and lists homes that are allowed.

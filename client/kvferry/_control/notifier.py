@@ -12,8 +12,8 @@ from functools import partial
 
 from google.protobuf import message as protobuf
 
-from kvferry._control.backoff import Backoff
-from kvferry._control.connection import CALL_TIMEOUT, Control, NotificationAnswer
+from kvferry._control.backoff import CALL_TIMEOUT, Backoff
+from kvferry._control.connection import Control, NotificationAnswer
 from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._threads import guarded

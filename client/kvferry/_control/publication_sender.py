@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Protocol
 
-from kvferry._control.backoff import Backoff
-from kvferry._control.connection import CALL_TIMEOUT, SILENCE
+from kvferry._control.backoff import CALL_TIMEOUT, SILENCE, Backoff
 from kvferry._control.notifier import BATCH
 from kvferry._control.publications import Publication
 from kvferry._engine_spec import EngineSpec

@@ -75,10 +75,9 @@ class ReaderLease:
         self._next_renewal = min(self._next_renewal, again_at)
 
     def renewed(self, sent_at: float, now: float, remaining: float, *, more: bool, source_lost: bool = False) -> None:
-        """Record an acknowledged renewal.
-
-        A home may extend a lease by less than a whole term, or not at all: while it has lost the source, or the
-        publication has not come. Then the next renewal is due sooner, so that there are more of them before the end.
+        """Record an acknowledged renewal. A home may extend a lease by less than a whole term, or not at all: while it
+        has lost the source, or the publication has not come. Then the next renewal is due sooner, so that there are
+        more of them before the end.
 
         `sent_at` and `now`, the times of request and answer, are on the reader's clock; `remaining` is in seconds, and
         0 if the lease has ended. `more`: the home will renew the lease again.

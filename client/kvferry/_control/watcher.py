@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 
-from kvferry._control.backoff import Backoff
-from kvferry._control.connection import SILENCE, Control
+from kvferry._control.backoff import SILENCE, Backoff
+from kvferry._control.connection import Control
 from kvferry._logs import Log
 from kvferry._loop import Loop, Signal
 from kvferry._wire.token import EngineToken, engine_ref
@@ -29,13 +29,10 @@ logger = Log(__name__)
 
 class Watcher:
     """Keeps a Watch open: resumes the Watch after every loss, until it is closed or refused for good. Belongs to the
-    client's event loop; `failure` may be used on any thread.
+    client's event loop; `failure` may be used on any thread. `opened` is the first event of the last Watch.
 
-    If the handler raises for an event, the events after it are handled, and then the Watch is opened again for its full
-    state, which includes that of the failed event.
-
-    `request` opens the Watch, and is changed by the watcher; `on_event` gets the events, one at a time; `name` is that
-    of the process, for logs. `opened` is the first event of the last Watch.
+    `request` is changed by the watcher; `on_event` gets the events, one at a time. If it raises, the events after that
+    one are handled, and then the Watch is opened again for its full state, which includes that of the failed event.
     """
 
     def __init__(
@@ -134,13 +131,11 @@ class Watcher:
             logger.warning(message, self._name, self._control.address, error)
 
     def _is_refusal(self, error: KvferryError) -> bool:
-        """Return whether the node server has refused the Watch for good.
-
-        Not a refusal is an internal error of the node server, or an answer that gRPC could not decode. For a Watch that
-        was open before, a home that does not know the engine is none either: the home has restarted, or was cut off,
-        and the engine's scheduler may be the last to come back. Nor is a node server of another release: its operator
-        may go back to the old release, and to start an engine takes minutes.
-        """
+        """Return whether the node server has refused the Watch for good. Not a refusal is an internal error of the node
+        server, or an answer that gRPC could not decode. For a Watch that was open before, a home that does not know the
+        engine is none either: the home has restarted, or was cut off, and the engine's scheduler may be the last to
+        come back. Nor is a node server of another release: its operator may go back to the old release, and to start an
+        engine takes minutes."""
         if isinstance(error, EngineUnknown | ContractDiffers) and self._synced:
             return False
         return not error.retryable and isinstance(error, (InvalidInput, Refused, NotFound, Closed))

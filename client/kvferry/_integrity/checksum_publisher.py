@@ -12,8 +12,8 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from kvferry._control.backoff import retrying
 from kvferry._control.connection import Control
-from kvferry._control.retrying import retrying
 from kvferry._engine_spec import EngineSpec
 from kvferry._integrity.summed_blocks import IntegrityOptions, divided, source_blocks
 from kvferry._loop import Loop

@@ -301,15 +301,14 @@ class CacheReads(LeasedReads[OwnRead]):
         if self.takes(read, taken_end(acquired.part.blocks, wanted.blocks, wanted.tokens)) is not None:
             return
         self.begin(read)
-        share = RankRead(self._loop, _order(read, acquired))
         # Before the share can begin: see `cancel`.
-        read.share = share
+        read.share = share = RankRead(self._loop, _order(read, acquired))
         if read.cancelled:
             share.stop()
         try:
             self._shares.start(share, partial(self._share_ended, read), partial(self._share_quiet, read))
         except KvferryError as error:
-            share.refuse(error)
+            share.ended_at, share.error, share.ended = self._loop.now(), error, True
             self.share_ended(read, self._rank, ShareEnd(error, quiet=True, bytes=0), share.ended_at)
 
     def on_more(self, read: OwnRead, more: GrantedPart) -> None:

@@ -73,10 +73,8 @@ Phase: TypeAlias = Literal["handshake", "plan", "move", "steps"]
 
 class RankRead:
     """One rank's share of a read, from its order to its end. The coroutine of `RankReads` changes the share; any thread
-    may read, `stop` and `extend` it.
-
-    One transfer moves the share, or, if its source publishes in steps, several, one after the other: each moves the
-    blocks that were published during the transfer before.
+    may read, `stop` and `extend` it. One transfer moves the share, or, if its source publishes in steps, several, one
+    after the other: each moves the blocks that were published during the transfer before.
 
     Attributes:
         entered: the coroutine (`task`) has begun to run.
@@ -224,10 +222,6 @@ class RankRead:
         """The blocks that an expanded share moves, by group."""
         wanted = self.order.wanted
         return needed(plan.groups, plan.groups_by_name[0], self.granted, wanted.blocks, wanted.tokens)
-
-    def refuse(self, error: KvferryError) -> None:
-        """End a share that was never begun."""
-        self.ended_at, self.error, self.ended = self._loop.now(), error, True
 
     def begin(self, start: Callable[[], Transfer]) -> Transfer:
         """Start the transfer; raises `TransferCancelled` if the read was cancelled."""

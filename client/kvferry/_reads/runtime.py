@@ -12,11 +12,11 @@ from functools import partial
 from typing import Any
 
 from kvferry._clock import from_duration, now
+from kvferry._control.backoff import retrying
 from kvferry._control.homes import Homes
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.notifier import SENT_BYTES, check_size
 from kvferry._control.renewals import Renewals
-from kvferry._control.retrying import retrying
 from kvferry._control.right_prompt import PromptCheck
 from kvferry._engine_spec import EngineSpec
 from kvferry._integrity.checksum_publisher import Checksummer
@@ -225,11 +225,9 @@ class RankRuntime:
 
 
 class _MeasuredCosts:
-    """Measures the costs of reads, for the rule by which a rank chooses paths. Belongs to the client's event loop.
-
-    Measures once per home, assuming that all ranks behind a home are reached in the same way, and one home at a time:
-    two measurements would falsify each other, and each could wait for staging memory that the other has borrowed.
-    """
+    """Measures the costs of reads, for the rule by which a rank chooses paths: once per home, assuming that all ranks
+    behind a home are reached in the same way, and one home at a time. Two measurements would falsify each other, and
+    each could wait for staging memory that the other has borrowed. Belongs to the client's event loop."""
 
     def __init__(self, loop: Loop, rule: PathRule, rank: RankGeometry, transport: Transport, *, measured: bool) -> None:
         self._loop = loop

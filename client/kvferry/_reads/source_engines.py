@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
-from kvferry._control.backoff import Breaker
+from kvferry._control.backoff import Breaker, retrying
 from kvferry._control.connection import HANDSHAKE_TIMEOUT, Control
-from kvferry._control.retrying import retrying
 from kvferry._engine_spec import EngineSpec
 from kvferry._logs import Log
 from kvferry._loop import Loop
@@ -69,8 +68,8 @@ class SourceEngine:
 
 @dataclass(slots=True)
 class _Handshake:
-    """A handshake in progress, for which several reads may wait. Fails at `deadline`, on the loop's clock. The task
-    returns its error, which perhaps no read waits for any more."""
+    """A handshake in progress, until `deadline` on the loop's clock, for which several reads may wait. The task returns
+    its error, which perhaps no read waits for any more."""
 
     reference: str
     deadline: float

@@ -11,8 +11,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvferry._control.backoff import Backoff
-from kvferry._control.connection import CALL_TIMEOUT
+from kvferry._control.backoff import CALL_TIMEOUT, Backoff
 from kvferry._integrity.summed_blocks import IntegrityOptions, Verification, divided, held_blocks
 from kvferry._logs import Log
 from kvferry._loop import Loop

@@ -67,7 +67,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # Node servers are inside one network. The proxy in an engine's http_proxy is for others, and would see the traffic.
     ("grpc.enable_http_proxy", 0),
     # There is no service config: its retry policy knows neither RetryInfo nor kvferry's reasons and would repeat calls
-    # too early (`kvferry._control.retrying` repeats them), and its `timeout` fires early: timeouts are set per call.
+    # too early (`kvferry._control.backoff` repeats them), and its `timeout` fires early: timeouts are set per call.
 )
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
