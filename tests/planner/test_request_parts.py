@@ -19,7 +19,7 @@ from kvferry.geometry import Blocks, Group, GroupKind, Plane
 from kvferry.geometry.blocks import Unfinished, joined, runs_of
 from kvferry.planner import Path, PathRule, ReadPlan, plan_read
 from kvferry.planner import plan as plans
-from kvferry.planner.expansion import OWN_LIST
+from kvferry.planner.expansion import OWN_LIST, Expansion, expand
 from kvferry.planner.plan import RequestParts
 from kvferry.planner.request_blocks import GroupRequest, needed
 from tests.support.drawn_worlds import World, worlds
@@ -97,7 +97,7 @@ def test_parts_together_read_the_bytes_of_one_read(world: World, data: st.DataOb
             total += expansion.total_bytes
             if not last:
                 expected = replace(memory, data=before.copy())
-                execute(plan.expand_needed(early(plan, parts.granted, mine, asked)), memories, expected)
+                execute(expanded(plan, early(plan, parts.granted, mine, asked)), memories, expected)
                 assert (memory.data == expected.data).all(), index
         check(plan, memory, before, model, world.source_blocks, world.destination_blocks, asked)
         assert total == plan.expand(world.source_blocks, mine, asked).total_bytes
@@ -143,10 +143,10 @@ def read_layers(world: World, data: st.DataObject, path: Path | None) -> None:
                     execute(expansion, memories, memory)
                     total, untold = total + expansion.total_bytes, []
                     reached = replace(memory, data=before.copy())
-                    execute(plan.expand_needed(early(plan, parts.granted, mine, asked)), memories, reached)
+                    execute(expanded(plan, early(plan, parts.granted, mine, asked)), memories, reached)
                     granted = joined((parts.granted, step))
                     some = of_layers(plan, finished)
-                    execute(some.expand_needed(early(plan, granted, mine, asked)), memories, reached)
+                    execute(expanded(some, early(plan, granted, mine, asked)), memories, reached)
                     assert (memory.data == reached.data).all(), (index, finished)
             untold.append(step)
             last = index == len(steps) - 1
@@ -160,6 +160,10 @@ def read_layers(world: World, data: st.DataObject, path: Path | None) -> None:
 
 def of_layers(plan: ReadPlan, layers: frozenset[str]) -> ReadPlan:
     return plan.only(lambda plane: plane.layer in layers)
+
+
+def expanded(plan: ReadPlan, wanted: dict[str, GroupRequest]) -> Expansion:
+    return expand(plan.lanes, plan.staged, wanted)
 
 
 def early(

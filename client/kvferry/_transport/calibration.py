@@ -76,8 +76,7 @@ class _Failed(Exception):
 
 
 class _Measurement:
-    """One measurement. `slots` are those that it has borrowed, and to which nothing writes any more after it; there are
-    none if none is free, or the memory is too small."""
+    """One measurement. `slots` are those that it has borrowed; none if none is free, or the memory is too small."""
 
     def __init__(self, transport: Transport, peer: AgentInfo, pool: StagingPool, deadline: float) -> None:
         self._transport = transport

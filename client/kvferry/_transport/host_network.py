@@ -100,7 +100,10 @@ def too_little_to_begin(ucx_tls: str) -> str:
 def too_little() -> str:
     """The likely reason for a failed registration, and the remedy; empty: memory has no limit, or there is no card."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if limit == resource.RLIM_INFINITY or not any(DEVICES.glob("uverbs*")) or _may_lock_all():
+    if limit == resource.RLIM_INFINITY or not any(DEVICES.glob("uverbs*")):
+        return ""
+    capabilities = next(line for line in STATUS.read_text().splitlines() if line.startswith("CapEff:"))
+    if int(capabilities.split()[1], 16) >> CAP_IPC_LOCK & 1:
         return ""
     return (
         f"RLIMIT_MEMLOCK is {limit:,} bytes, and RDMA cards lock all memory that they read: lift it where engines "
@@ -115,11 +118,6 @@ def _warn() -> None:
         "`kvferry doctor` says why",
         ", ".join(active()),
     )
-
-
-def _may_lock_all() -> bool:
-    capabilities = next(line for line in STATUS.read_text().splitlines() if line.startswith("CapEff:"))
-    return bool(int(capabilities.split()[1], 16) >> CAP_IPC_LOCK & 1)
 
 
 def open_files() -> Mapping[int, str] | None:
@@ -140,9 +138,11 @@ def open_files() -> Mapping[int, str] | None:
 def open_sockets() -> Mapping[str, int] | None:
     """The descriptors of this process's sockets, by the kernel's names of the sockets. None: as `open_files`."""
     files = open_files()
-    if files is None:
-        return None
-    return {name: descriptor for descriptor, name in files.items() if name.startswith("socket:")}
+    return (
+        None
+        if files is None
+        else {name: descriptor for descriptor, name in files.items() if name.startswith("socket:")}
+    )
 
 
 def tcp_since(before: Mapping[str, int] | None) -> bool:
@@ -156,13 +156,11 @@ def tcp_since(before: Mapping[str, int] | None) -> bool:
 def _is_tcp(descriptor: int) -> bool:
     """Whether a file descriptor is a TCP socket. Its owner may close it meanwhile. Python's `socket` class is not used:
     it would duplicate the descriptor, and change its mode where there is a default time-out."""
-    family = _option(descriptor, socket.SO_DOMAIN)
-    return family in (socket.AF_INET, socket.AF_INET6) and _option(descriptor, socket.SO_TYPE) == socket.SOCK_STREAM
-
-
-def _option(descriptor: int, option: int) -> int | None:
-    """An option of a socket; None: the descriptor is no socket, or was closed."""
+    options = (socket.SO_DOMAIN, {socket.AF_INET, socket.AF_INET6}), (socket.SO_TYPE, {socket.SOCK_STREAM})
     value = ctypes.c_int()
     size = ctypes.c_uint32(ctypes.sizeof(value))
-    failed = _libc.getsockopt(descriptor, socket.SOL_SOCKET, option, ctypes.byref(value), ctypes.byref(size))
-    return None if failed else value.value
+    return all(
+        _libc.getsockopt(descriptor, socket.SOL_SOCKET, option, ctypes.byref(value), ctypes.byref(size)) == 0
+        and value.value in accepted
+        for option, accepted in options
+    )

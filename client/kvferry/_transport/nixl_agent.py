@@ -33,8 +33,7 @@ __all__ += ["ServingAgent", "WrongThread"]
 WARM_UP_BYTES = 64
 
 ROWS_PER_PEER, ROWS_PER_LIST = 1 << 18, 256
-"""Rows of prepared lists that are kept per peer, at 140 bytes each; each list counts as some rows more. A source that
-never names the same layers twice has other lists for each step."""
+"""Rows of prepared lists that are kept per peer, at 140 bytes each; each list counts as some rows more."""
 
 INDEX_LIMIT = 1 << 31
 """NIXL takes int32 indices, and truncates larger ones silently."""
@@ -245,8 +244,7 @@ class ReadingAgent:
         return nixl_binding.call(name, peer, lambda: getattr(self._agent, name)(*given))
 
     def destroy(self) -> bool:
-        """End the agent, and release its handles. Returns whether it is gone: then nothing that it posted writes any
-        more. False: something still refers to it, and its reads may still write."""
+        """End the agent, and release its handles. Returns whether it is gone, so that nothing it posted can write."""
         self.check_owner("destroy")
         gone = weakref.ref(self._agent)
         self._agent = None

@@ -121,8 +121,7 @@ class Link:
         return any(at is not None and at < now - self._fence for at in ended)
 
     def fence_at(self) -> float | None:
-        """When the agent may be destroyed as far as this peer is concerned; None: at once. Lost reads do not count:
-        their connection is gone."""
+        """When the agent may be destroyed as for this peer; None: at once. Lost reads have no connection any more."""
         ended = [chunk.owner.ended_at for chunk in self._answering()]
         return max(((self._clock() if at is None else at) + self._fence for at in ended), default=None)
 

@@ -262,8 +262,7 @@ class ReadingThread:
         return busy
 
     def _add(self, agent: ReadingAgent, info: AgentInfo) -> Link:
-        """The link to the peer of this name, added if there is none. It is opened when all work that has come for the
-        peer is attached: if opening fails, all this work fails."""
+        """The link to the peer of this name, added if there is none, and opened after all its work is attached."""
         link = self._by_name.get(info.name)
         if link is None:
             link = self._by_name[info.name] = Link(info, agent, self._options, self._clock)
@@ -364,8 +363,7 @@ class ReadingThread:
 
 
 def _park_all() -> None:
-    """Wait until no reading thread of this process is inside NIXL: at exit the interpreter kills daemon threads
-    anywhere, and killing a thread inside C++ aborts the process."""
+    """Wait until no reading thread is inside NIXL: to kill a thread inside C++, at exit, aborts the process."""
     here = os.getpid()
     threads = [thread for thread in tuple(_living) if thread.process == here]
     for event in [thread.park() for thread in threads]:

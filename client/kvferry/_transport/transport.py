@@ -74,8 +74,7 @@ class Transport:
         self._staging = staging or StagingOptions()
         self._pools: dict[tuple[MemoryKind, int], StagingPool] = {}
         self._making_pool = threading.Lock()
-        """Held while staging memory is made, which may wait for a device. Nothing else may wait for that: an engine's
-        step that cancels a read takes the other lock."""
+        """Held while staging memory is made, which may wait for a device: an engine's step takes the other lock."""
         self._clock = clock
         self._lock = threading.Lock()
         self._closed = False
@@ -270,8 +269,8 @@ class Transport:
                 self._quiesced += 1
 
     def _submit(self, work: PeerWork) -> None:
-        """Hand work to the thread that reads from its peer. If there is no such thread, the work fails and nothing is
-        raised: a retired thread hands on its unposted work here, and must go on."""
+        """Hand work to the thread that reads from its peer. The work fails if there is none, and nothing is raised: a
+        retired thread, which hands on its work here, must go on."""
         try:
             self._send(work.info.name, work)
         except Exception as error:

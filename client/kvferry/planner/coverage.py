@@ -22,8 +22,7 @@ from kvferry.geometry.plane import Interval, Plane, TokenShard
 from kvferry.planner.line_rule import RankHolding, ReadShare, Stripe, effort, shares
 
 MAX_CELLS = 1 << 20
-"""Units times states of a block of one plane: these are enumerated to find its contiguous rows. 128 heads of 8,192
-tokens fit; more would fill the memory of the process that plans."""
+"""Units times states of a block of one plane, which are enumerated to find its rows: 128 heads of 8,192 tokens."""
 
 MAX_RANK_CELLS = 1 << 23
 """The same for all planes that one rank reads: five times 1,056 tokens of 8 heads in 96 layers, keys and values."""
@@ -169,10 +168,13 @@ class Coverer:
                     problem = "are held by no rank of the source, which has no such plane"
                     mismatches.append(_uncovered("uncovered", plane, (plane.units,), problem, ""))
                 continue
-            differing = self._differing(offered, plane)
-            if differing:
-                mismatches.extend(differing)
-                continue
+            signature = offered.alike, _signature(plane)
+            if signature not in self._fine:
+                differing = list(_mismatches(offered.kinds, plane, self._group_kinds[plane.group]))
+                if differing:
+                    mismatches.extend(differing)
+                    continue
+                self._fine.add(signature)
             shared = self._shares(offered, rank.rank, plane)
             if shared is None:
                 holders = len(offered.holdings.ranks)
@@ -203,15 +205,6 @@ class Coverer:
         left = set(uncovered)
         check_apart(self._groups, rank.rank, [plane for plane in rank.planes if plane.name not in left])
         return Covering(tuple(reads), tuple(uncovered), tuple(mismatches))
-
-    def _differing(self, offered: _Named, plane: Plane) -> list[Mismatch]:
-        key = (offered.alike, _signature(plane))
-        if key in self._fine:
-            return []
-        found = list(_mismatches(offered.kinds, plane, self._group_kinds[plane.group]))
-        if not found:
-            self._fine.add(key)
-        return found
 
     def _shares(
         self, offered: _Named, rank: int, plane: Plane

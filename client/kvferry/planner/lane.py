@@ -187,8 +187,7 @@ def segments(lane: Lane, needed: GroupRequest) -> list[Segment]:
 
 
 def span(lane: Lane, needed: GroupRequest) -> tuple[int, int]:
-    """The part ``[begin, end)`` of its line that a lane moves: its stripe of the needed tokens, in whole granules.
-    Raises the error of `segments`."""
+    """The part ``[begin, end)`` of its line that a lane moves, in whole granules. Raises the error of `segments`."""
     per_state, granule, token = lane.tokens_per_state, lane.granule, needed.begin
     if token < needed.required and _first_moved(lane, int(token // per_state)) < needed.floor:
         # The token that is not required cannot be moved alone. All stripes omit it, or they would not meet.

@@ -141,25 +141,21 @@ def _only_direct(lane: Lane, rule: PathRule) -> str:
 
 
 def work_of(lane: Lane, most: int = RECURRING_LIMIT) -> Work:
-    """The work of a typical part of a lane, of about `most` pieces at most."""
-    end = _sample(lane, most)
-    found = lane.line.pieces(0, end)
+    """The work of a typical stretch of a lane, of about `most` pieces at most: a period of its line; if that is too
+    long, a block of the destination; if even that has more pieces, the beginning of a block."""
+    line = lane.line
+    cells = line.period * sum(len(read.units) for read in lane.reads)
+    if line.pieces_per_period <= min(most, RECURRING_LIMIT) and cells <= RECURRING_CELLS:
+        end = line.period
+    else:
+        end = min(line.destination_step, most * line.steps[0])
+    found = line.pieces(0, end)
     rows = [(lane.rows(alike.cut), len(alike.source)) for alike in found]
     return Work(
         states=end,
-        step=lane.line.destination_step,
+        step=line.destination_step,
         bytes=max(1, sum(int(row.length.sum()) * count for row, count in rows)),
         descriptors=sum(len(row) * count for row, count in rows),
         runs=sum(row.unfused * count for row, count in rows),
         source_blocks=len(np.unique(np.concatenate([alike.source for alike in found]))) if found else 0,
     )
-
-
-def _sample(lane: Lane, most: int) -> int:
-    """The end of a stretch of a lane's line that is typical of all of it: a period; if that is too long, a block of the
-    destination; if even that has more than `most` pieces, the beginning of a block."""
-    line = lane.line
-    cells = line.period * sum(len(read.units) for read in lane.reads)
-    if line.pieces_per_period <= min(most, RECURRING_LIMIT) and cells <= RECURRING_CELLS:
-        return line.period
-    return min(line.destination_step, most * line.steps[0])

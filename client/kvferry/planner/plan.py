@@ -74,8 +74,7 @@ class ReadPlan:
         return tuple(group for group in self.destination.groups if group.name in names)
 
     def only(self, wanted: Callable[[Plane], bool]) -> ReadPlan:
-        """The part of the plan that reads the destination planes for which `wanted` is true: some layers, say. A rank
-        that reads its layers in several parts gets each byte once."""
+        """The part of the plan that reads the destination planes for which `wanted` is true: some layers, say."""
         kept = {id(read): read for read in self.reads if wanted(read.destination)}
         parts = (replace(lane, reads=tuple(read for read in lane.reads if id(read) in kept)) for lane in self.lanes)
         lanes = tuple(part for part in parts if part.reads)
@@ -144,10 +143,6 @@ class ReadPlan:
     def in_parts(self, destination: Mapping[str, Blocks], tokens: tuple[int, int] | None = None) -> RequestParts:
         """A request that is read while its source publishes it; see `expand`."""
         return RequestParts(self, destination, tokens)
-
-    def expand_needed(self, wanted: Mapping[str, GroupRequest]) -> Expansion:
-        """The descriptors of the needed blocks, by group, which `needed` has checked."""
-        return expand(self.lanes, self.staged, wanted)
 
 
 def plan_read(
@@ -261,7 +256,8 @@ class RequestParts:
             chosen = every & layers
             of = wanted(dict(before)) if chosen else {}
             if of:
-                found.append(self._plan.of_layers(chosen).expand_needed(of))
+                part = self._plan.of_layers(chosen)
+                found.append(expand(part.lanes, part.staged, of))
             after = frozenset((dict(before) | {name: one.end for name, one in of.items()}).items())
             for key, some in ((after, chosen), (before, every - chosen)):
                 if some:
@@ -297,6 +293,5 @@ class RequestParts:
 
 
 def _grows(group: Group, blocks: Blocks | None) -> bool:
-    """Whether blocks can be read before the last step. Blocks that the source rewrites while it computes are read at
-    the end, even if the home announces them before."""
+    """Whether blocks can be read before the last step: not those that the source rewrites while it computes."""
     return blocks is not None and blocks.end_token is not None and group.kind is GroupKind.TOKENS
