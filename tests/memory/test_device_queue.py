@@ -30,8 +30,8 @@ from kvferry._transport.transport import Transport
 from kvferry.errors import InvalidField, TransferFailed
 from kvferry.geometry import Blocks, MemoryKind, MemoryRegion, RankGeometry
 from kvferry.planner import Path
+from kvferry.planner.expansion import Copy
 from kvferry.planner.path_choice import PathRule
-from kvferry.planner.staged_read import Copy
 from tests.support import large_caches as worlds
 from tests.support.simulated_memories import copy_of
 

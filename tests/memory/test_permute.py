@@ -24,7 +24,7 @@ from kvferry.errors import InvalidField, TransferFailed
 from kvferry.geometry import Blocks, EngineGeometry, Group, RankGeometry
 from kvferry.geometry.tensors import planes_of
 from kvferry.planner import Path, PathRule, plan_read
-from kvferry.planner.staged_read import Copy
+from kvferry.planner.expansion import Copy
 from tests.support import large_caches as worlds
 from tests.support.examples import examples
 from tests.support.simulated_memories import addresses, copy_of

@@ -20,8 +20,8 @@ from kvferry.planner import Path, PathRule, ReadPlan, plan_read
 from kvferry.planner import expansion as expand
 from kvferry.planner import lane as lanes
 from kvferry.planner.descriptors import Descriptors
+from kvferry.planner.expansion import StagedRead, staged_read
 from kvferry.planner.lane import Lane
-from kvferry.planner.staged_read import StagedRead, staged_read
 from kvferry.planner.token_line import Segment
 from tests.planner.small_worlds import PAIRS, Bytes, Side, may_be_right, one_group
 from tests.support.checked_lists import CheckedList, checked_lists

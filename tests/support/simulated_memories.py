@@ -15,9 +15,8 @@ import numpy.typing as npt
 from kvferry.geometry import Blocks, EngineGeometry, Group, GroupKind, Plane
 from kvferry.planner import ReadPlan
 from kvferry.planner.descriptors import Descriptors
-from kvferry.planner.expansion import Expansion
+from kvferry.planner.expansion import Copy, Expansion, StagedRead
 from kvferry.planner.rows import Cells
-from kvferry.planner.staged_read import Copy, StagedRead
 from tests.support.geometries import Engine
 
 Bytes = npt.NDArray[np.uint8]

@@ -22,7 +22,7 @@ from kvferry._transport.transport import Transport
 from kvferry.geometry import MemoryKind, MemoryRegion
 from kvferry.planner import Costs
 from kvferry.planner.descriptors import Descriptors
-from kvferry.planner.staged_read import Copy
+from kvferry.planner.expansion import Copy
 from tests.support.simulated_memories import addresses
 from tests.transport.played_agents import Agent, Agents, Handle
 from tests.transport.sources import SOON, Memory

@@ -20,7 +20,7 @@ from kvferry._transport.transport import Transfer, TransferPart, TransferState, 
 from kvferry.errors import TransferExpired, TransferFailed
 from kvferry.geometry import MemoryKind
 from kvferry.planner import Costs
-from kvferry.planner.staged_read import Copy
+from kvferry.planner.expansion import Copy
 from tests.support.simulated_memories import addresses
 from tests.support.waiting import until as wait_for
 from tests.transport.conftest import MakeSource

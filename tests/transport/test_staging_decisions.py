@@ -24,7 +24,7 @@ from kvferry._transport.transfer import Chunk, Transfer, TransferState
 from kvferry._transport.transport import TransferPart
 from kvferry.errors import InvalidField, TransferFailed
 from kvferry.planner import Path
-from kvferry.planner.staged_read import Batch, Copy
+from kvferry.planner.expansion import Batch, Copy
 from tests.support.simulated_memories import copies
 from tests.transport.sources import DRAM, Memory, local_source
 from tests.transport.staged_parts import BLOCK_BYTES, BLOCKS, LAYERS, part, some

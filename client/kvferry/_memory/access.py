@@ -15,8 +15,8 @@ from kvferry.geometry.blocks import AnyIds
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import Interval, MemoryKind, Plane
 from kvferry.planner.checksum import Sums, padded, sums_of
+from kvferry.planner.expansion import Copy
 from kvferry.planner.rows import Cells
-from kvferry.planner.staged_read import Copy
 from kvferry.planner.token_line import AlikeBlocks
 
 ALIGNMENT = 2 << 20

@@ -47,8 +47,8 @@ from kvferry.errors import InvalidField, TransferFailed
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import Interval, MemoryKind, Plane
 from kvferry.planner.checksum import Sums, padded, start, weights
+from kvferry.planner.expansion import Copy
 from kvferry.planner.rows import Cells
-from kvferry.planner.staged_read import Copy
 from kvferry.planner.token_line import AlikeBlocks
 
 logger = Log(__name__)

@@ -20,10 +20,9 @@ from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.staging_pool import StagingPool
 from kvferry._transport.transport import Transport
 from kvferry.planner.descriptors import Descriptors, MemoryPair
-from kvferry.planner.expansion import SourceDescriptors
+from kvferry.planner.expansion import Copy, SourceDescriptors
 from kvferry.planner.path_choice import Costs
 from kvferry.planner.rows import Cells
-from kvferry.planner.staged_read import Copy
 
 logger = Log(__name__)
 

@@ -100,7 +100,10 @@ def too_little_to_begin(ucx_tls: str) -> str:
 def too_little() -> str:
     """The likely reason for a failed registration, and the remedy; empty: memory has no limit, or there is no card."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if limit == resource.RLIM_INFINITY or not any(DEVICES.glob("uverbs*")) or _may_lock_all():
+    if limit == resource.RLIM_INFINITY or not any(DEVICES.glob("uverbs*")):
+        return ""
+    capabilities = next(line for line in STATUS.read_text().splitlines() if line.startswith("CapEff:"))
+    if int(capabilities.split()[1], 16) >> CAP_IPC_LOCK & 1:
         return ""
     return (
         f"RLIMIT_MEMLOCK is {limit:,} bytes, and RDMA cards lock all memory that they read: lift it where engines "
@@ -115,11 +118,6 @@ def _warn() -> None:
         "`kvferry doctor` says why",
         ", ".join(active()),
     )
-
-
-def _may_lock_all() -> bool:
-    capabilities = next(line for line in STATUS.read_text().splitlines() if line.startswith("CapEff:"))
-    return bool(int(capabilities.split()[1], 16) >> CAP_IPC_LOCK & 1)
 
 
 def open_files() -> Mapping[int, str] | None:

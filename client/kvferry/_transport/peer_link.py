@@ -24,7 +24,7 @@ POLL_FIRST, POLL_LAST, POLL_ABANDONED = 50e-6, 1e-3, 10e-3
 
 WORKED = 4
 """A check has moved bytes, as over TCP, if it took at least this many times the CPU time of the cheapest check (3 and
-15 to 300 microseconds). The next check follows at once; a network card, which moves bytes alone, is checked as ever."""
+15 to 300 microseconds). The next check follows at once; a network card, which needs none, is checked no more often."""
 
 CHECKS_AT_ONCE = 8
 """The most checks of a peer without a pause, before other peers have their turn."""
@@ -43,7 +43,7 @@ CARD_FENCE = 1.0
 thread of the source takes part, so the end of the agent harms no process, and a chunk takes milliseconds."""
 
 LATE = 20e-3
-"""Seconds without an arriving chunk after which polling backs off; it also moves a TCP read on."""
+"""Seconds without an arriving chunk after which polling, which also moves a TCP read on, backs off."""
 
 
 class LinkState(enum.Enum):

@@ -262,7 +262,8 @@ class ReadingThread:
         return busy
 
     def _add(self, agent: ReadingAgent, info: AgentInfo) -> Link:
-        """The link to the peer of this name, added if there is none, and opened after all its work is attached."""
+        """The link to the peer of this name, added if there is none. Opened later: all work attached by then fails if
+        that fails."""
         link = self._by_name.get(info.name)
         if link is None:
             link = self._by_name[info.name] = Link(info, agent, self._options, self._clock)

@@ -22,8 +22,8 @@ from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.transfer import Chunk, PeerWork, Transfer, as_kvferry_error, divide
 from kvferry.errors import InvalidField, KvferryError
 from kvferry.planner.descriptors import MemoryPair
+from kvferry.planner.expansion import Batch, StagedRead
 from kvferry.planner.path_choice import Costs, Path
-from kvferry.planner.staged_read import Batch, StagedRead
 
 SLOTS_AT_ONCE = 2
 """Slots that one piece of work holds at most: one slot is read into while the other is permuted."""

@@ -29,8 +29,7 @@ from kvferry._transport.staging_pool import StagedWork, StagingOptions, StagingP
 from kvferry._transport.transfer import PeerWork, Transfer, TransferState, as_kvferry_error
 from kvferry.errors import Closed, InvalidField
 from kvferry.geometry.plane import MemoryKind
-from kvferry.planner.expansion import SourceDescriptors
-from kvferry.planner.staged_read import StagedRead
+from kvferry.planner.expansion import SourceDescriptors, StagedRead
 from kvferry.stats import TransportGauges
 
 __all__ = ["Transfer", "TransferPart", "TransferState", "Transport"]

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial
 from math import lcm
-from typing import Any
 
 import numpy as np
 
@@ -151,7 +150,7 @@ def build_lanes(
     reads: Iterable[PlaneRead], source_groups: Mapping[str, Group], groups: Mapping[str, Group]
 ) -> tuple[Lane, ...]:
     """Gather plane reads into lanes, ordered by source rank."""
-    gathered: dict[tuple[Any, ...], list[PlaneRead]] = {}
+    gathered: dict[tuple[int, Group, Stripe, MemoryPair, StateLayout, StateLayout, int, Fraction], list[PlaneRead]] = {}
     for read in reads:
         a, b = read.source, read.destination
         group = groups[b.group]
@@ -159,7 +158,7 @@ def build_lanes(
         layouts = (StateLayout.of(a, source_groups[a.group]), StateLayout.of(b, group))
         key = (read.source_rank, group, read.stripe, memory, *layouts, b.token_granule, b.tokens_per_state)
         gathered.setdefault(key, []).append(read)
-    lanes = [Lane(*key, tuple(members)) for key, members in gathered.items()]
+    lanes = [Lane(*key, reads=tuple(members)) for key, members in gathered.items()]
     return tuple(sorted(lanes, key=lambda lane: lane.source_rank))
 
 

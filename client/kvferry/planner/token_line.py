@@ -110,7 +110,8 @@ class Line:
 
     def pieces(self, begin: int, end: int) -> tuple[Segment, ...]:
         """All pieces of ``[begin, end)``, by cut."""
-        edges = self._edges(begin, end)
+        inner = [np.arange(begin // step + 1, -(-end // step), dtype=np.int64) * step for step in self.steps]
+        edges = np.unique(np.concatenate((np.array([begin, end], np.int64), *inner)))
         first, count = edges[:-1], np.diff(edges)
         source_at = destination_at = first
         if not self.same_tokens:
@@ -131,11 +132,6 @@ class Line:
             )
             for alike in places_by_value(cuts)
         )
-
-    def _edges(self, begin: int, end: int) -> Int64s:
-        """The beginnings and ends of the pieces of ``[begin, end)``, rising."""
-        inner = [np.arange(begin // step + 1, -(-end // step), dtype=np.int64) * step for step in self.steps]
-        return np.unique(np.concatenate((np.array([begin, end], np.int64), *inner)))
 
 
 @dataclass(frozen=True, slots=True)
