@@ -13,8 +13,7 @@ from kvferry_server.domain.router_keys import WaitingRead
 from kvferry_server.domain.times import Times
 from kvferry_server.domain.values import EngineRef, LeaseState
 
-MOST = (1 << 64) - 1
-"""The most that a field of 64 bits holds: peers state numbers whose sum is larger."""
+MOST = (1 << 64) - 1  # The most that a field of 64 bits holds: peers state numbers whose sum is larger
 
 
 def engine_ref(ref: EngineRef) -> pb.EngineRef:
