@@ -73,6 +73,7 @@ PARTS = ("tests/planner/test_request_parts.py", "tests/planner/test_missing_grou
 TAILS = ("tests/memory/test_tails.py",)
 SLICES = ("tests/server/home/test_time_slices.py",)
 ROTATION = ("tests/server/home/test_whose_turn.py",)
+WORKER = ("tests/server/home/test_worker.py",)
 ACKNOWLEDGED = ("tests/control/test_acknowledgements.py",)
 DECODED = ("tests/server/node/test_decoded_size.py",)
 COMPLETE = ("tests/planner/test_completeness.py",)
@@ -170,7 +171,7 @@ TARGETS: dict[str, Target] = {
     "server/kvferry_server/domain/sources.py": Target(LESSOR),
     "server/kvferry_server/domain/records.py": Target(LESSOR),
     "server/kvferry_server/domain/publications.py": Target(LESSOR),
-    "server/kvferry_server/domain/steps.py": Target(LESSOR),
+    "server/kvferry_server/domain/steps.py": Target((HOME, BOUNDS, VERIFIED, MODEL)),
     "server/kvferry_server/domain/engine.py": Target(LESSOR, {"Engine.live_until: 0.0 -> 1.0": BEFORE_ANY}),
     "server/kvferry_server/domain/registry.py": Target(LESSOR),
     "server/kvferry_server/domain/limits.py": Target((SHARES, MODEL)),
@@ -261,7 +262,7 @@ TARGETS: dict[str, Target] = {
     "server/kvferry_server/domain/router_keys.py": Target((ROUTERS, FABRIC_ROUTERS)),
     "server/kvferry_server/domain/routing.py": Target((ROUTERS, FABRIC_ROUTERS)),
     "server/kvferry_server/home/time_slices.py": Target(
-        (ROTATION, SLICES),
+        (ROTATION, WORKER, SLICES),
         {"TimeSlices.over: self._clock() > self._until -> self._clock() >= self._until": "a slice to the nanosecond"},
     ),
     "server/kvferry_server/node/decoded_size.py": Target(

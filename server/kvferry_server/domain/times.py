@@ -14,12 +14,8 @@ from kvferry.errors import InvalidField
 
 NEVER = math.inf
 
-ANSWER_HOLD = 10.0
-"""The longest hold, in seconds, of a publication that answers a question: its asker reads at once, or not at all."""
-
-ENDED_KEPT = 2.0
-"""Seconds for which the end of a question without a publication is remembered."""
-
+ANSWER_HOLD = 10.0  # Longest hold, in seconds, of an answer to a question: its asker reads at once, or not at all
+ENDED_KEPT = 2.0  # Seconds for which the end of a question without a publication is remembered
 RECOVERING_RETRY_AFTER = 0.25  # Retry delay, in seconds, while a home waits for its engines after a restart
 
 
@@ -32,8 +28,7 @@ class Clock(Protocol):
         ...
 
 
-BOOT: Clock = _clock
-"""CLOCK_BOOTTIME of this host."""
+BOOT: Clock = _clock  # CLOCK_BOOTTIME of this host
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ from kvferry_server.domain.values import EngineRef, LeaseState
 READ_FIELDS = ("group", "layers", "components", "bytes_per_token", "bytes_per_request", "descriptors_per_block", "path")
 """Fields with the same name and value in a line of a plan and in `kvferry.v1.PlannedRead`."""
 
-MOST = (1 << 64) - 1
-"""The most that a field of 64 bits holds: peers state numbers whose sum is larger."""
+MOST = (1 << 64) - 1  # The most that a field of 64 bits holds: peers state numbers whose sum is larger
 
 
 def engine_ref(ref: EngineRef) -> pb.EngineRef:
