@@ -114,8 +114,7 @@ WITHOUT_SGLANG = {
 WITH_SGLANG = {
     "pools": ("tests/integrations/sglang/test_pools.py",),
     "hooks": ("tests/integrations/sglang/test_endings.py", "tests/integrations/sglang/test_stepping.py"),
-    "receiver": ("tests/integrations/sglang/test_endings.py",),
-    "sender": ("tests/integrations/sglang/test_endings.py",),
+    "requests": ("tests/integrations/sglang/test_endings.py",),
     "manager": ("tests/integrations/sglang/test_endings.py",),
 }
 """Tests that need SGLang's classes, and no engine; by module."""
@@ -282,7 +281,7 @@ TARGETS: dict[str, Target] = {
     },
     **{
         f"client/kvferry/integrations/vllm/{name}.py": Target((VLLM,), environment=".venv-vllm")
-        for name in ("outgoing", "holds", "sending", "device")
+        for name in ("outgoing", "sending", "worker")
     },
     **{f"client/kvferry/integrations/sglang/{name}.py": Target((tests,)) for name, tests in WITHOUT_SGLANG.items()},
     **{

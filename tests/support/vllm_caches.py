@@ -21,10 +21,9 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvferry import Blocks, EngineGeometry, RankGeometry, plan_read
 from kvferry._memory.access import HostAccess
-from kvferry.integrations.vllm.checked_planes import layers_of
-from kvferry.integrations.vllm.groups import BlockTable, block_tables
-from kvferry.integrations.vllm.layouts.backends import layer_planes
-from kvferry.integrations.vllm.shards import RankPlace
+from kvferry.integrations.vllm.layouts.attention import layer_planes
+from kvferry.integrations.vllm.setup import BlockTable, block_tables
+from kvferry.integrations.vllm.shards import RankPlace, layers_of
 from kvferry.planner import Path as ReadPath
 from kvferry.planner import PathRule
 from tests.support.simulated_memories import copies

@@ -20,7 +20,7 @@ from vllm.v1.worker.utils import allocate_kv_cache, bind_kv_cache
 
 from kvferry.geometry import Group, GroupKind, Interval
 from kvferry.geometry.tensors import Holding
-from kvferry.integrations.vllm.layouts.orders import Layer, backend_of
+from kvferry.integrations.vllm.shards import Layer, backend_of
 from tests.support.vllm_versions import planned_caches
 
 NULL_BLOCK = 0

@@ -7,8 +7,8 @@ from typing import Any
 
 from kvferry.geometry import Plane
 from kvferry.integrations.vllm import KvferryConnector, checked_planes
-from kvferry.integrations.vllm.layouts.backends import layer_planes
-from kvferry.integrations.vllm.layouts.orders import Layer
+from kvferry.integrations.vllm.layouts.attention import layer_planes
+from kvferry.integrations.vllm.shards import Layer
 
 OTHER = {"key": "value", "value": "key"}
 

@@ -10,14 +10,11 @@ from typing import Any
 
 
 def cache_identity(name: object, model: Any, config: Mapping[str, object], cache_dtype: object) -> dict[str, str]:
-    """Return the identity of a cache's contents, without the model's path, which may differ between hosts.
-
-    `name` is the path or name of the model, `model` the engine's configuration of it, with revision, dtype and
-    quantization, `config` its own configuration, as transformers writes it, and `cache_dtype` the engine's setting.
-    """
+    """Return the identity of a cache's contents, without the model's path, which may differ between hosts. `name` is
+    that path, or a name; `model` the engine's configuration of the model, with revision, dtype and quantization;
+    `config` the model's own, as transformers writes it; `cache_dtype` the engine's setting."""
     # transformers adds its own version, which must not keep two sides apart that are upgraded in turn.
-    left_out = {"transformers_version"}
-    described = {key: value for key, value in config.items() if not key.startswith("_") and key not in left_out}
+    described = {key: of for key, of in config.items() if not key.startswith("_") and key != "transformers_version"}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
     return {
         "model": Path(str(name)).name,

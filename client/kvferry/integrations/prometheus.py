@@ -12,6 +12,7 @@ Each scrape calls `Client.stats`; there is no work between scrapes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from operator import attrgetter
 
 from prometheus_client.core import Metric as Family
@@ -48,18 +49,15 @@ class ClientCollector(Collector):
 
     def collect(self) -> Iterable[Family]:
         """Return the present values of all metrics."""
-        return self._families(list(self._stats()))
+        found = []
+        for labels, client in self._clients:
+            with suppress(ForkedClient):
+                found.append((labels, client.stats()))
+        return self._families(found)
 
     def describe(self) -> Iterable[Family]:
         """Return the metrics without values, by which a registry refuses a second collector of the same names."""
         return self._families([])
-
-    def _stats(self) -> Iterator[tuple[tuple[str, ...], ClientStats]]:
-        for labels, client in self._clients:
-            try:
-                yield labels, client.stats()
-            except ForkedClient:
-                continue
 
     def _families(self, found: Sequence[tuple[tuple[str, ...], ClientStats]]) -> Iterator[Family]:
         for path, metric in METRICS.items():

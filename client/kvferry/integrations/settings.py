@@ -23,11 +23,8 @@ PrefixWait = Annotated[float, Field(ge=0.001, le=2)]
 
 
 def made(kind: type[Made], given: Mapping[str, object], *, text: bool = False) -> Made:
-    """Make a dataclass of settings from JSON's values; `text`: all values are strings.
-
-    Raises:
-        InvalidField: a name is unknown, or a value is wrong; `field` is the name, with dots inside objects.
-    """
+    """Make a dataclass of settings from JSON's values; `text`: all values are strings. Raises `InvalidField`: a name is
+    unknown, or a value is wrong; `field` is the name, with dots inside objects."""
     adapter = TypeAdapter(kind)
     try:
         if text:

@@ -13,8 +13,8 @@ from kvferry import Prompt, Release, router_reference
 from kvferry._reads.cache_reads import ReadState
 from kvferry.errors import KvferryError
 from kvferry.integrations.sglang.bootstrap import Source, room_reference
-from kvferry.integrations.sglang.manager import Counts, KvferryManager
-from kvferry.integrations.sglang.receiver import KvferryReceiver
+from kvferry.integrations.sglang.manager import KvferryManager, counts_of
+from kvferry.integrations.sglang.requests import KvferryReceiver
 
 ROOM = 417
 SOURCE = Source("prefill-0", "127.0.0.1:7300")
@@ -60,7 +60,7 @@ class PlayedManager(KvferryManager):
         self.pools: Any = SimpleNamespace(window="")
         self.aux: Any = SimpleNamespace(payload=lambda row, tokens: b"row")
         self.sources: Any = SimpleNamespace(get=lambda address: (SOURCE, ""), forget=lambda address: None)
-        self.counts = Counts.of(0)
+        self.counts = counts_of(0)
 
     own_source = SOURCE
 

@@ -28,7 +28,7 @@ from kvferry.engine import SchedulerPort, WorkerOutput, WorkerPort
 from kvferry.geometry import shard
 from kvferry.integrations.sglang.answers import AnswerStep, RadixAnswers
 from kvferry.integrations.sglang.loads import LoadStep, RadixLoads
-from kvferry.integrations.sglang.manager import PREFIX_SOURCE, Counts, KvferryManager
+from kvferry.integrations.sglang.manager import PREFIX_SOURCE, KvferryManager, counts_of
 from kvferry.integrations.sglang.pools import Pools, describe_pools
 from kvferry.testing import Fabric
 from tests.support.waiting import until
@@ -121,7 +121,7 @@ class Prefill(KvferryManager):
         self.prefix_share, self.prefix_wait = share, 2.0
         self.pools = pools
         self.kv_args = SimpleNamespace(state_types=[StateType.SWA] if pools.window else [], page_size=page)
-        self.counts = Counts.of(0)
+        self.counts = counts_of(0)
 
 
 class Rank:

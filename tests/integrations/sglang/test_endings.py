@@ -20,9 +20,8 @@ from kvferry import EngineSpec, Group, Prompt, Release, ReleaseOutcome
 from kvferry.errors import EngineUnknown, InvalidField
 from kvferry.integrations.sglang import hooks
 from kvferry.integrations.sglang.hooks import MAKES_RECEIVERS, MAKES_SENDERS, tell_receiver, tell_sender
-from kvferry.integrations.sglang.manager import Counts, KvferryManager
-from kvferry.integrations.sglang.receiver import KvferryReceiver
-from kvferry.integrations.sglang.sender import KvferrySender
+from kvferry.integrations.sglang.manager import KvferryManager, counts_of
+from kvferry.integrations.sglang.requests import KvferryReceiver, KvferrySender
 from tests.integrations.sglang.played import GIVEN, PROMPT, ROOM, PlayedManager, reading
 
 
@@ -117,7 +116,7 @@ def test_decode_does_not_start_if_sglang_would_not_hold_pages(monkeypatch: pytes
     """SGLang goes on if a plug-in's hook fails, and says so in its log only."""
     used = SimpleNamespace(disaggregation_transfer_backend="kvferry")
     monkeypatch.setattr("sglang.srt.runtime_context.get_disagg", lambda: used)
-    monkeypatch.setattr(hooks, "_queues_that_hold", [])
+    monkeypatch.setattr(hooks, "queues_that_hold", [])
     for queue in (None, Queue()):
         if queue is not None:
             hooks.hold_until_quiet(None, queue)
@@ -278,7 +277,7 @@ def test_prompt_of_unknown_length_is_not_read() -> None:
 
 
 def test_instance_does_not_start_if_sglang_would_not_pass_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "_queues_that_hold", ["HoldingQueue"])
+    monkeypatch.setattr(hooks, "queues_that_hold", ["HoldingQueue"])
     for mode, queue, name in (
         (DisaggregationMode.PREFILL, PrefillBootstrapQueue, "create_sender"),
         (DisaggregationMode.DECODE, DecodePreallocQueue, "_create_receiver_and_enqueue"),
@@ -298,7 +297,7 @@ def test_releases_are_counted_and_reported_to_their_request_once() -> None:
 
     manager: Any = SimpleNamespace(
         port=SimpleNamespace(released=lambda: ended.pop() if ended else []),
-        counts=Counts.of(0),
+        counts=counts_of(0),
         _released={},
         breathe=lambda: None,
     )

@@ -14,7 +14,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from kvferry import Prompt
 from kvferry.engine import WorkerOutput
 from kvferry.integrations.sglang import loads
-from kvferry.integrations.sglang.sender import KvferrySender
+from kvferry.integrations.sglang.requests import KvferrySender
 from kvferry.testing import Fabric
 from tests.integrations.sglang.played import PROMPT, ROOM, PlayedManager
 from tests.integrations.sglang.played_radix import PAGE, PAGES, Reader, Source, compute_in_parts, rows

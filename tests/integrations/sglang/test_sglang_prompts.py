@@ -19,8 +19,7 @@ from kvferry._reads.cache_reads import ReadState
 from kvferry.errors import EngineUnknown, KvferryError, PromptMismatch
 from kvferry.integrations.sglang.bootstrap import room_name
 from kvferry.integrations.sglang.hooks import prompt_of, tell_receiver, tell_sender
-from kvferry.integrations.sglang.receiver import KvferryReceiver
-from kvferry.integrations.sglang.sender import KvferrySender
+from kvferry.integrations.sglang.requests import KvferryReceiver, KvferrySender
 from tests.integrations.sglang.played import GIVEN, PROMPT, ROOM, PlayedManager, reading
 
 TOKENS = list(range(7, 47))

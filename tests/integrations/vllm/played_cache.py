@@ -27,8 +27,7 @@ from vllm.v1.request import Request
 
 from kvferry import EngineSpec
 from kvferry.integrations.vllm.cached import PrefixCache
-from kvferry.integrations.vllm.groups import block_tables
-from kvferry.integrations.vllm.setup import Setup
+from kvferry.integrations.vllm.setup import Setup, block_tables
 from kvferry.testing import Fabric
 from tests.integrations.vllm.played_setup import setup_of
 

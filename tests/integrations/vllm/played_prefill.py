@@ -13,10 +13,9 @@ from kvferry._control.publications import Release
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.engine import SchedulerPort
 from kvferry.integrations.vllm.cached import PrefixCache
-from kvferry.integrations.vllm.groups import BlockTable
 from kvferry.integrations.vllm.requests import REFERENCE
 from kvferry.integrations.vllm.sending import Sending
-from kvferry.integrations.vllm.setup import Setup
+from kvferry.integrations.vllm.setup import BlockTable, Setup
 from kvferry.integrations.vllm.values import StepsDone, Summed
 from tests.integrations.vllm.played_port import Port
 

@@ -10,10 +10,9 @@ import torch
 
 from kvferry import Client, EngineSession, EngineSpec, Group
 from kvferry.engine import Tails
-from kvferry.integrations.vllm.groups import BlockTable
 from kvferry.integrations.vllm.requests import REFERENCE
 from kvferry.integrations.vllm.settings import ConnectorSettings
-from kvferry.integrations.vllm.setup import Setup
+from kvferry.integrations.vllm.setup import BlockTable, Setup
 from kvferry.testing import Fabric
 
 RANKS, BLOCKS, TOKENS = 2, 8, 4

@@ -9,7 +9,7 @@ from kvferry import MissReason, Prompt, PromptInput, Release, ReleaseOutcome, ro
 from kvferry._control.questions import Question
 from kvferry.engine import SchedulerPort
 from kvferry.geometry.blocks import Blocks
-from kvferry.integrations.vllm.answers import Answers
+from kvferry.integrations.vllm.cached import Answers
 from kvferry.integrations.vllm.sending import Sending
 from kvferry.integrations.vllm.values import StepsDone
 from kvferry.testing import Fabric
@@ -50,7 +50,7 @@ class Source(Cache):
         self.counts: list[str] = []
         port = cast(SchedulerPort, self.port)
         self.sending = Sending(self.setup, port, self.cache, [], self.counts.append)
-        self.answers = Answers(self.setup, port, self.cache, self.sending)
+        self.answers = Answers(self.setup, port, self.cache, self.sending.answer)
         self.step = 0
         self.number = 0
 

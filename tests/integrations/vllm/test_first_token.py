@@ -19,10 +19,9 @@ from kvferry._control.publications import Publication
 from kvferry.engine import SchedulerPort
 from kvferry.integrations.first_token import FirstToken, first_token
 from kvferry.integrations.vllm.cached import PrefixCache
-from kvferry.integrations.vllm.groups import BlockTable
 from kvferry.integrations.vllm.requests import REFERENCE
 from kvferry.integrations.vllm.sending import Sending
-from kvferry.integrations.vllm.setup import Setup
+from kvferry.integrations.vllm.setup import BlockTable, Setup
 from kvferry.integrations.vllm.values import StepsDone
 
 TOKENS, BLOCKS, TOKEN = 4, 32, 417

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ from vllm.v1.kv_cache_interface import (
 from kvferry import Blocks
 from kvferry.errors import InvalidField
 from kvferry.geometry.model import GroupKind
-from kvferry.integrations.vllm.groups import NULL_BLOCK, BlockTable, block_tables, readable
+from kvferry.integrations.vllm.setup import NULL_BLOCK, BlockTable, Setup, block_tables
 from kvferry.planner.request_blocks import needed
 
 HEADS: dict[str, Any] = {"num_kv_heads": 4, "head_size": 32, "dtype": torch.bfloat16}
@@ -48,6 +49,11 @@ WINDOW = SlidingWindowSpec(block_size=32, sliding_window=100, **HEADS)
 CHUNK = ChunkedLocalAttentionSpec(block_size=32, attention_chunk_size=96, **HEADS)
 LAST_STATE = MambaSpec(block_size=2048, **STATE)
 STATES = MambaSpec(block_size=32, mamba_cache_mode="align", **STATE)
+
+
+def readable(tables: Sequence[BlockTable], offered: Mapping[str, Blocks], computed: int, limit: int) -> int:
+    """What an engine with these tables can read."""
+    return Setup.readable(cast(Setup, SimpleNamespace(tables=tables)), offered, computed, limit)
 
 
 def tables(*specs: KVCacheSpec, dcp: int = 1, layers: int = 1) -> tuple[BlockTable, ...]:

@@ -20,10 +20,9 @@ from kvferry.engine import RankEnd, WorkerOutput
 from kvferry.geometry.formats import vllm_attention
 from kvferry.geometry.tensors import Holding
 from kvferry.integrations.vllm import worker as worker_module
-from kvferry.integrations.vllm.device import EVERY_STEP, DeviceSteps, Event, arrival_fence, steps_of
 from kvferry.integrations.vllm.requests import REFERENCE, TRACEPARENT
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
-from kvferry.integrations.vllm.worker import ConnectorWorker
+from kvferry.integrations.vllm.worker import EVERY_STEP, ConnectorWorker, DeviceSteps, Event, arrival_fence, steps_of
 from kvferry.testing import Fabric
 from tests.integrations.vllm.played_reader import bound, scheduler_of
 from tests.integrations.vllm.played_setup import BLOCKS, GROUP, RANKS, TOKENS, of_text, setup_of, to_read

@@ -16,7 +16,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from kvferry import EngineSpec, MissReason, Prompt, PromptInput
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.geometry.blocks import Blocks
-from kvferry.integrations.vllm.answers import MOST_HASHED
+from kvferry.integrations.vllm.cached import MOST_HASHED
 from kvferry.integrations.vllm.idle_steps import Engine
 from kvferry.integrations.vllm.scheduler import ConnectorScheduler
 from kvferry.integrations.vllm.values import StepsDone, WorkerNews

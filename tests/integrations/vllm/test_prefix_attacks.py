@@ -13,7 +13,7 @@ from vllm.v1.core.block_pool import BlockPool
 from kvferry import EngineSpec, MissReason, Prompt
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.errors import PrefixMiss
-from kvferry.integrations.vllm.answers import MOST_HASHED
+from kvferry.integrations.vllm.cached import MOST_HASHED
 from kvferry.integrations.vllm.idle_steps import Engine
 from kvferry.integrations.vllm.scheduler import ConnectorScheduler
 from kvferry.integrations.vllm.values import StepsDone, WorkerNews

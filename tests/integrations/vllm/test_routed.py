@@ -15,11 +15,11 @@ from vllm.v1.request import RequestStatus
 from kvferry import Group, GroupKind
 from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.errors import RouterKeyUsed, WrongState
-from kvferry.integrations.vllm.device import EVERY_STEP
-from kvferry.integrations.vllm.groups import BlockTable
 from kvferry.integrations.vllm.outgoing import BlockHolds
 from kvferry.integrations.vllm.requests import REFERENCE
 from kvferry.integrations.vllm.sending import STUCK
+from kvferry.integrations.vllm.setup import BlockTable
+from kvferry.integrations.vllm.worker import EVERY_STEP
 from tests.integrations.vllm.played_prefill import BLOCKS, FULL, TOKENS, WINDOW, Prefill, made
 
 

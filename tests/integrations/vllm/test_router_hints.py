@@ -21,8 +21,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvferry import Blocks, Listing
 from kvferry.errors import InvalidField, NotAllowed
-from kvferry.integrations.vllm.prefixes import MOST_ACTIONS, hinted_engine
-from kvferry.integrations.vllm.requests import PREFIX_SOURCE
+from kvferry.integrations.vllm.requests import MOST_ACTIONS, PREFIX_SOURCE, hinted_engine
 from kvferry.integrations.vllm.scheduler import ConnectorScheduler
 from kvferry.testing import Fabric
 from tests.integrations.vllm.played_reader import bound, counted, hinted, matched

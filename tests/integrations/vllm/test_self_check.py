@@ -27,8 +27,8 @@ from kvferry.errors import BadGeometry, LayoutMismatch
 from kvferry.geometry import Interval, Plane, formats
 from kvferry.geometry.tensors import Part, planes_of_tensor
 from kvferry.integrations.vllm.checked_planes import Checked, self_check
-from kvferry.integrations.vllm.layouts.backends import layer_planes
-from kvferry.integrations.vllm.layouts.orders import Layer
+from kvferry.integrations.vllm.layouts.attention import layer_planes
+from kvferry.integrations.vllm.shards import Layer
 from kvferry.testing import Fabric
 from tests.support.node_servers import NodeServerProcess
 from tests.support.vllm_engines import Node, kvferry, make_model

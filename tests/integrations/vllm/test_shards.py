@@ -24,8 +24,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from kvferry import Blocks, plan_read
 from kvferry.errors import Incompatible, InvalidField
 from kvferry.geometry.model import GroupKind
-from kvferry.integrations.vllm.checked_planes import layers_of
-from kvferry.integrations.vllm.shards import RankPlace, holding
+from kvferry.integrations.vllm.shards import RankPlace, holding, layers_of
 from kvferry.planner import Path
 from tests.support.vllm_caches import CachedEngine, configuration, engine, move, places
 

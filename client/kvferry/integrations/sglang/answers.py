@@ -41,6 +41,17 @@ def keeps_pages(tree: Any) -> bool:
     return bool(simple and tree.cache_controller is None and getattr(tree, "linker", None) is None)
 
 
+def open_batches(scheduler: Any) -> tuple[object, ...]:
+    """Return SGLang's batches whose results are to come: the device may still compute them."""
+    return tuple(result for _, result in scheduler.result_queue)
+
+
+def any_open(batches: tuple[object, ...], scheduler: Any) -> bool:
+    """Return whether the result of one of these batches is to come."""
+    computing = set(map(id, open_batches(scheduler)))
+    return any(id(batch) in computing for batch in batches)
+
+
 @dataclass(frozen=True, slots=True)
 class RadixLookup:
     """A prompt that every rank looks up."""
@@ -72,13 +83,13 @@ class AnswerStep:
 
 @dataclass(frozen=True, slots=True)
 class _RadixAnswer:
-    """An answer on rank 0. It is published when none of `computing`, SGLang's batches whose results are to come, is
-    open: SGLang adds what a batch computes to its cache before the device has computed it."""
+    """An answer on rank 0. It is published when none of its batches is open: SGLang adds what a batch computes to its
+    cache before the device has computed it."""
 
     number: int
     question: Question
     blocks: dict[str, Blocks]
-    computing: tuple[object, ...]
+    batches: tuple[object, ...]
 
 
 class RadixAnswers:
@@ -86,8 +97,6 @@ class RadixAnswers:
 
     Every rank makes the same calls of SGLang's radix cache in the same order, since each changes what SGLang evicts
     next, which must be the same on all ranks. Without a cache that `keeps_pages`, every question is a miss.
-
-    `scheduler` is SGLang's.
     """
 
     def __init__(self, scheduler: Any, manager: KvferryManager) -> None:
@@ -128,6 +137,7 @@ class RadixAnswers:
         return AnswerStep(lookups, freed) if lookups or freed else None
 
     def _lookups(self) -> tuple[RadixLookup, ...]:
+        """Return what the ranks shall look up, and answer what they need not."""
         questions = self._manager.port.questions()
         if questions:
             # Ended ones must not wait for their turn: each may have 1 MiB.
@@ -137,30 +147,26 @@ class RadixAnswers:
         left = MOST_TOKENS
         while self._open and left > 0:
             question = self._open.popleft()
-            lookup = self._lookup(question) if question.open else None
-            if lookup is not None:
-                left -= len(lookup.tokens)
-                found.append(lookup)
+            if not question.open:
+                continue
+            prompt = question.prompt
+            namespace = self._manager.adapters.get(prompt.adapter) if prompt.adapter else None
+            if not self._possible or (prompt.adapter and namespace is None):
+                self._manager.port.miss(question, MissReason.UNSUPPORTED)
+                continue
+            self._number += 1
+            self._asked[self._number] = question
+            found.append(RadixLookup(self._number, _tokens(prompt), namespace, question.first_token))
+            left -= len(found[-1].tokens)
         return tuple(found)
-
-    def _lookup(self, question: Question) -> RadixLookup | None:
-        """Return what the ranks shall look up for a question; None: it is answered."""
-        prompt = question.prompt
-        namespace = self._manager.adapters.get(prompt.adapter) if prompt.adapter else None
-        if not self._possible or (prompt.adapter and namespace is None):
-            self._manager.port.miss(question, MissReason.UNSUPPORTED)
-            return None
-        self._number += 1
-        self._asked[self._number] = question
-        return RadixLookup(self._number, _tokens(prompt), namespace, question.first_token)
 
     def _answer(self, number: int, held: Held | MissReason) -> None:
         question = self._asked.pop(number)
         if isinstance(held, MissReason):
             self._manager.port.miss(question, held)
             return
-        computing = tuple(result for _, result in self._scheduler.result_queue)
-        self._found.append(_RadixAnswer(number, question, self._blocks(held, question.first_token), computing))
+        blocks = self._blocks(held, question.first_token)
+        self._found.append(_RadixAnswer(number, question, blocks, open_batches(self._scheduler)))
 
     def _blocks(self, held: Held, first_token: int) -> dict[str, Blocks]:
         page = int(self._manager.kv_args.page_size)
@@ -176,29 +182,21 @@ class RadixAnswers:
 
     def _publish(self) -> None:
         """Publish the answers whose batches are computed."""
-        if not self._found:
-            return
-        computing = {id(result) for _, result in self._scheduler.result_queue}
-        waiting: list[_RadixAnswer] = []
-        for answer in self._found:
-            if any(id(result) in computing for result in answer.computing):
-                waiting.append(answer)
-            elif not self._published_now(answer):
+        found, self._found = self._found, []
+        for answer in found:
+            question = answer.question
+            if any_open(answer.batches, self._scheduler):
+                self._found.append(answer)
+                continue
+            try:
+                if question.open:
+                    self._published[answer.number] = self._manager.publish(
+                        question.reference, f"prefix-{question.number}", answer.blocks, b"", question.prompt
+                    )
+            except KvferryError as error:
+                logger.info("question %d could not be answered: %s", question.number, error)
+            if answer.number not in self._published:
                 self._freed.append(answer.number)
-        self._found = waiting
-
-    def _published_now(self, answer: _RadixAnswer) -> bool:
-        question = answer.question
-        if not question.open:
-            return False
-        name = f"prefix-{question.number}"
-        try:
-            publication = self._manager.publish(question.reference, name, answer.blocks, b"", question.prompt)
-        except KvferryError as error:
-            logger.info("question %d could not be answered: %s", question.number, error)
-            return False
-        self._published[answer.number] = publication
-        return True
 
     # On every rank.
 

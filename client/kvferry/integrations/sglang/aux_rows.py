@@ -31,8 +31,7 @@ class BadPayload(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class AuxRows:
-    """The buffers of one rank in which each request has a row. Raises `InvalidField` if a row may be larger than a
-    payload."""
+    """The buffers of one rank in which each request has a row. Raises `InvalidField`: it can outgrow a payload."""
 
     addresses: tuple[int, ...]  # of the buffers, in SGLang's order
     sizes: tuple[int, ...]  # bytes of a row, by buffer

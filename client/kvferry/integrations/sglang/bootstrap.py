@@ -61,11 +61,8 @@ def room_is_usable(room: int | None) -> bool:
 
 
 def room_reference(source: Source, room: int) -> str:
-    """Return the reference of a request, with which prefill publishes and decode reads.
-
-    The reference is as secret as the room: anyone who knows room and source can make it. SGLang's routers draw random
-    rooms of 63 bits.
-    """
+    """Return the reference of a request, with which prefill publishes and decode reads. It is as secret as the room:
+    anyone who knows room and source can make it. SGLang's routers draw random rooms of 63 bits."""
     key = hashlib.sha256(f"kvferry sglang key\0{source.engine_id}\0{room}".encode()).digest()[:16]
     return router_reference(source.home, source.engine_id, router_key=room_name(room), key=key)
 
@@ -92,14 +89,11 @@ class KvferryBootstrapServer(ThreadingHTTPServer):
 
     ``GET /kvferry`` answers engine_id and home, ``GET /health`` whether they are known. Only rank 0, on the same host,
     may put them there.
-
-    Attributes:
-        source: this instance; None: rank 0 has not registered it yet.
     """
 
     daemon_threads = True
     request_queue_size = QUEUE
-    source: Source | None = None
+    source: Source | None = None  # this instance; None: rank 0 has not registered it yet
 
     def __init__(self, host: str, port: int) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -226,8 +220,7 @@ class Sources:
         return None, f"{type(error).__name__}: {error}"
 
     def forget(self, address: str) -> None:
-        """Ask for an instance again at the next `get`: a read has failed, and another instance may serve at the address
-        now."""
+        """Ask for an instance again at the next `get`: another one may serve at the address since a read has failed."""
         self._known.pop(address, None)
 
 

@@ -36,8 +36,9 @@ UNLOADS = "sglang.srt.managers.scheduler.Scheduler.unload_lora_adapter"
 
 _WORD = 2**32
 
-_queues_that_hold: list[str] = []
-"""Names of the classes of decode's queues in this process that hold pages until they are quiet."""
+queues_that_hold: list[str] = []
+"""Names of the classes of decode's queues in this process that hold the pages of failed requests until they are quiet.
+If a hook fails, e.g. in a version without the queue, SGLang only writes a log line."""
 parts: list[Any] = []
 """The `RadixAnswers` and `RadixLoads` of this process, once its scheduler is made; none but in prefill."""
 wakers: list[Waker] = []
@@ -52,13 +53,7 @@ def hold_until_quiet(_: None, queue: Any, *__: Any, **___: Any) -> None:
         queue.enable_deferred_kv_release = True
         queue.deferred_kv_release_timeout = math.inf
         if hasattr(queue, "resolve_deferred_releases"):
-            _queues_that_hold.append(type(queue).__name__)
-
-
-def holds_until_quiet() -> bool:
-    """Return whether decode in this process holds the pages of failed requests. If a hook fails, e.g. in a version
-    without the queue, SGLang only writes a log line."""
-    return bool(_queues_that_hold)
+            queues_that_hold.append(type(queue).__name__)
 
 
 def tell_sender(made: bool, queue: Any, request: Any, *_: Any, **__: Any) -> None:
@@ -87,11 +82,8 @@ def is_hooked(name: str) -> bool:
 
 
 def prompt_of(request: Any, scheduler: Any) -> Prompt:
-    """Return the prompt of SGLang's request; unknown for embeddings, whose token ids are placeholders.
-
-    SGLang identifies a LoRA adapter by an id that each instance may choose; the scheduler has a table of names for KV
-    events.
-    """
+    """Return the prompt of SGLang's request; unknown for embeddings, whose token ids are placeholders. Each instance
+    may choose its ids of LoRA adapters; the scheduler has a table of names for KV events."""
     if request.input_embeds is not None or request.positional_embed_overrides is not None:
         return Prompt.unknown
     adapter = ""
@@ -144,10 +136,8 @@ def forget_adapter(_: Any, scheduler: Any, asked: Any, *__: Any, **___: Any) -> 
 
 
 class Waker:
-    """Wakes SGLang's scheduler where it sleeps until it receives something (``--sleep-on-idle``).
-
-    `poller` is that of its sleep (``IdleSleeper`` in sglang/srt/managers/scheduler_components/idle_sleeper.py; 0.5.23).
-    """
+    """Wakes SGLang's scheduler where it sleeps until it receives something (``--sleep-on-idle``), by the sleep's poller
+    (``IdleSleeper`` in sglang/srt/managers/scheduler_components/idle_sleeper.py; 0.5.23)."""
 
     def __init__(self, poller: Any) -> None:
         self._file = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

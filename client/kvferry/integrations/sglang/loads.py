@@ -14,9 +14,9 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from kvferry import Blocks, Prompt
-from kvferry.engine import Grant, ReadEnd, SchedulerPort
+from kvferry.engine import Grant, ReadEnd
 from kvferry.errors import KvferryError
-from kvferry.integrations.sglang.answers import keeps_pages, spare_tokens
+from kvferry.integrations.sglang.answers import any_open, keeps_pages, open_batches, spare_tokens
 from kvferry.integrations.sglang.manager import PREFIX_SOURCE, KvferryManager
 from kvferry.integrations.sglang.pools import FULL
 
@@ -125,17 +125,13 @@ class RadixLoads:
 
     # On rank 0.
 
-    @property
-    def _port(self) -> SchedulerPort:
-        return self._manager.port
-
     def _ask(self, number: int, source: str, prompt: Prompt, first: int) -> None:
-        if source == self._port.engine_reference:
-            self._ends.append((number, False))
+        if source == self._manager.port.engine_reference:
+            self._ended(number)
             return
         wait = self._manager.prefix_wait
         try:
-            self._port.ask(str(number), source, prompt, first_token=first, wait=wait, timeout=MOST_TIME)
+            self._manager.port.ask(str(number), source, prompt, first_token=first, wait=wait, timeout=MOST_TIME)
         except KvferryError as error:
             self._missed(number, error)
         else:
@@ -143,74 +139,77 @@ class RadixLoads:
 
     def _missed(self, number: int, error: KvferryError) -> None:
         logger.debug("no prefix is read: %s", error)
-        self._ends.append((number, False))
+        self._ended(number)
+
+    def _ended(self, number: int, *, counts: bool = False) -> None:
+        """End a load, whose pages are quiet, in the next step. `counts`: its bytes do."""
+        self._asked.discard(number)
+        self._reading.discard(number)
+        self._ends.append((number, counts))
 
     def next_step(self) -> LoadStep | None:
         """Return what every rank does next; None: nothing. Called whenever SGLang takes requests."""
         if not self._loads:
             return None
-        rooms = [room for request_id in self._port.news() for room in self._granted(int(request_id))]
+        news = map(int, self._manager.port.news())
+        rooms = tuple((number, end) for number in news if (end := self._granted(number)))
         grants = self._attached()
-        cancels = tuple(self._port.cancels())
-        finished = self._port.finished()
-        for end in finished.reads:
-            self._finished(end)
+        cancels = tuple(self._manager.port.cancels())
+        finished = self._manager.port.finished()
+        for read in finished.reads:
+            self._finished(read)
         for request_id in finished.quiesced:
-            self._quiet(int(request_id), counts=False)
+            self._ended(int(request_id))
         failed, self._failed = tuple(self._failed), []
         ends, self._ends = tuple(self._ends), []
-        step = LoadStep(tuple(rooms), grants, cancels, failed, ends, reports=bool(self._reading))
+        step = LoadStep(rooms, grants, cancels, failed, ends, reports=bool(self._reading))
         self._manager.breathe()
         return None if step == LoadStep() else step
 
-    def _granted(self, number: int) -> list[tuple[int, int]]:
-        """Return a load that was granted now, with the end of its tokens."""
+    def _granted(self, number: int) -> int:
+        """Return the end of the tokens of a load if it was granted now; 0: it was not."""
         if number not in self._asked:
-            return []
+            return 0
         try:
-            offer = self._port.granted(str(number))
+            offer = self._manager.port.granted(str(number))
         except KvferryError as error:
-            self._asked.remove(number)
             self._missed(number, error)
-            return []
+            return 0
         if offer is None:
-            return []
+            return 0
         self._asked.remove(number)
         load = self._loads[number]
         end = min(offer.blocks()[FULL].end_token or 0, load.last) // self._page * self._page
         if end > load.first:
-            return [(number, end)]
-        self._port.cancel(str(number))
-        self._ends.append((number, False))
-        return []
+            return end
+        self._manager.port.cancel(str(number))
+        self._ended(number)
+        return 0
 
     def _attached(self) -> tuple[Grant, ...]:
         """Return the grants of loads whose pages no batch writes to any more: a read is not ordered after SGLang's work
         on the device."""
-        computing = {id(result) for _, result in self._scheduler.result_queue}
         found = []
         for number, batches in [*self._computing.items()]:
-            if any(id(batch) in computing for batch in batches):
+            if any_open(batches, self._scheduler):
                 continue
             del self._computing[number]
             load = self._loads[number]
-            pages = kv_to_page_indices(load.slots, self._page)
-            blocks = {FULL: Blocks(pages, load.first)}
+            blocks = {FULL: Blocks(kv_to_page_indices(load.slots, self._page), load.first)}
             try:
-                found.append(self._port.attach(str(number), blocks, (load.first, load.end)))
+                found.append(self._manager.port.attach(str(number), blocks, (load.first, load.end)))
             except KvferryError as error:
-                self._port.cancel(str(number))
+                self._manager.port.cancel(str(number))
                 self._missed(number, error)
             else:
                 self._reading.add(number)
         return tuple(found)
 
     def _finished(self, end: ReadEnd) -> None:
-        number = int(end.request_id)
         if end.quiet:
-            self._quiet(number, counts=end.error is None)
+            self._ended(int(end.request_id), counts=end.error is None)
         else:
-            self._failed.append(number)
+            self._failed.append(int(end.request_id))
         counts = self._manager.counts
         counts.add("reads.outcomes", "done" if end.error is None else "failed")
         if end.error is None:
@@ -220,10 +219,6 @@ class RadixLoads:
             counts.add("reads.failures", type(end.error).__name__)
             logger.warning("a prefix could not be read: %s: %s", type(end.error).__name__, end.error)
 
-    def _quiet(self, number: int, *, counts: bool) -> None:
-        self._reading.discard(number)
-        self._ends.append((number, counts))
-
     # On every rank.
 
     def run(self, step: LoadStep) -> None:
@@ -232,7 +227,7 @@ class RadixLoads:
             outputs = self._manager.gathered(self._worker.finished())
             if self._manager.leader:
                 for output in outputs:
-                    self._port.collect(output)
+                    self._manager.port.collect(output)
         for number in step.failed:
             self._loads[number].waits = False
         for number, counts in step.ends:
@@ -259,10 +254,10 @@ class RadixLoads:
         if not self._manager.leader:
             return
         if load.slots is None:
-            self._port.cancel(str(number))
-            self._ends.append((number, False))
+            self._manager.port.cancel(str(number))
+            self._ended(number)
         else:
-            self._computing[number] = tuple(result for _, result in self._scheduler.result_queue)
+            self._computing[number] = open_batches(self._scheduler)
 
     def _end(self, load: _Load, counts: bool) -> None:
         if counts:

@@ -26,9 +26,9 @@ from kvferry.engine import WorkerOutput, WorkerPort
 from kvferry.errors import InvalidField, KvferryError
 from kvferry.integrations.identity import cache_identity
 from kvferry.integrations.remembered import remember
+from kvferry.integrations.sglang import hooks
 from kvferry.integrations.sglang.aux_rows import AuxRows
 from kvferry.integrations.sglang.bootstrap import Source, Sources, register_source, room_is_usable
-from kvferry.integrations.sglang.hooks import MAKES_RECEIVERS, MAKES_SENDERS, holds_until_quiet, is_hooked
 from kvferry.integrations.sglang.pools import FULL, Pools, describe_pools
 from kvferry.integrations.sglang.settings import Settings, check_supported
 from kvferry.stats import METRICS
@@ -63,11 +63,8 @@ class RequestFailed(Exception):
 
 class Counts:
     """The counters of one rank: `SHOWN`, with the label ``tp_rank``. A failed read is counted by each rank that knows
-    the reason.
-
-    SGLang's schedulers and its HTTP server are several processes. They share counters in files (prometheus-client's
-    multiprocess mode), which does not support collectors.
-    """
+    the reason. SGLang's processes share counters in files (prometheus-client's multiprocess mode), which does not
+    support collectors."""
 
     def __init__(self, rank: int) -> None:
         # Imported late: prometheus-client reads the folder of the files at import, and SGLang sets the folder first.
@@ -81,15 +78,13 @@ class Counts:
             for value in metric.values:
                 self._made[path].labels(self._rank, value)
 
-    @classmethod
-    @functools.cache
-    def of(cls, rank: int) -> Counts:
-        """Return the counters of a rank, which are made once in a process."""
-        return cls(rank)
-
     def add(self, path: str, *labels: str, by: int = 1) -> None:
         """Add to the counter with this path in `METRICS`, for these values of its labels."""
         self._made[path].labels(self._rank, *labels).inc(by)
+
+
+counts_of = functools.cache(Counts)
+"""Returns the counters of a rank, which are made once in a process."""
 
 
 class KvferryManager(BaseKVManager):  # type: ignore[misc]
@@ -112,9 +107,10 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         self.kv_args = args
         mode: Literal["prefill", "decode"] = disaggregation_mode.value
         prefills = mode == "prefill"
+        makes = hooks.MAKES_SENDERS if prefills else hooks.MAKES_RECEIVERS
         for is_so, does in (
-            (prefills or holds_until_quiet(), "holds the pages of failed requests until they are quiet"),
-            (is_hooked(MAKES_SENDERS if prefills else MAKES_RECEIVERS), "tells the backend each prompt"),
+            (prefills or hooks.queues_that_hold, "holds the pages of failed requests until they are quiet"),
+            (hooks.is_hooked(makes), "tells the backend each prompt"),
         ):
             if not is_so:
                 raise InvalidField("version of SGLang", version("sglang"), f"one whose {mode} {does}, as 0.5.23's")
@@ -155,10 +151,10 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         self._requests: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._breathed = 0.0
         self.sources = Sources()
-        self.counts = Counts.of(int(parallel.tp_rank))
+        self.counts = counts_of(int(parallel.tp_rank))
         self.prefill_info_table = _Reachable()
         if mode == "prefill":
-            # `sender` publishes only whole prompts; for early parts SGLang would record an event of CUDA.
+            # `KvferrySender` publishes only whole prompts; for early parts SGLang would record an event of CUDA.
             envs.SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX.set(False)
             self.register_to_bootstrap()
         else:
@@ -197,10 +193,8 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
     # For senders and receivers.
 
     def claim(self, room: int, request: Any) -> str:
-        """Claim a room for a request until the request has ended. Returns the problem; empty: the room is claimed.
-
-        Routers and clients repeat requests with the room of the first. A repetition must not end the first request.
-        """
+        """Claim a room for a request until its end; return the problem, empty if there is none. Routers and clients
+        repeat requests with the room of the first, and a repetition must not end the first."""
         if not room_is_usable(room):
             return "the request's bootstrap_room is not from 1 to 2**63 - 1"
         return "" if self._requests.setdefault(room, request) is request else REPEATED
@@ -342,11 +336,8 @@ def _config_of(model: Any) -> dict[str, object]:
 
 
 class _Reachable(dict[str, Any]):
-    """The table in which SGLang's decode looks up prefill instances: each has one data-parallel rank.
-
-    For an unknown instance, SGLang's scheduler would ask in its loop. Receivers ask on threads instead, so here each
-    instance is known.
-    """
+    """The table in which SGLang's decode looks up prefill instances, each of one data-parallel rank. SGLang's scheduler
+    would ask for an unknown one in its loop; receivers ask on threads instead, so each is known here."""
 
     def get(self, key: str, default: Any = None) -> Any:
         return SimpleNamespace(dp_size=1, follow_bootstrap_room=True)

@@ -34,10 +34,8 @@ class Pools:
 
 def describe_pools(pool: Any, held: Interval, heads: int, window: int, layer_names: str) -> Pools:
     """Describe SGLang's pool of a rank that holds the KV heads `held` of the model's `heads`; `window` is the number of
-    tokens of a sliding window (0: unknown), `layer_names` has ``{}`` for a layer's number.
-
-    Raises `InvalidField`: the class of the pool, or its layout, is not supported.
-    """
+    tokens of a sliding window (0: unknown), `layer_names` has ``{}`` for a layer's number. Raises `InvalidField`: the
+    class of the pool, or its layout, is not supported."""
     parts, windowed = {FULL: pool}, ""
     if type(pool) is SWAKVPool:
         windowed = f"window-{window}" if window else "window"
@@ -46,24 +44,19 @@ def describe_pools(pool: Any, held: Interval, heads: int, window: int, layer_nam
     planes: list[Plane] = []
     tensors: dict[str, Tensor] = {}
     for name, part in parts.items():
-        groups.append(_group(name, part))
+        if type(part) not in (MHATokenToKVPool, MLATokenToKVPool):
+            known = f"{MHATokenToKVPool.__name__}, {MLATokenToKVPool.__name__}, or an {SWAKVPool.__name__} of these"
+            raise InvalidField("KV pool", type(part).__name__, known)
+        page = int(part.page_size)
+        pages = int(part.size) // page + 1
+        # Each pool numbers its own pages.
+        group = Group(name, block_tokens=page, num_blocks=pages, null_block=NULL_PAGE, pool=name)
         layers = [layer_names.format(number) for number in part.model_layer_ids]
-        described, of_part = _described(part, groups[-1], held, heads, layers)
+        described, of_part = _described(part, group, held, heads, layers)
+        groups.append(group)
         planes += described
         tensors |= of_part
     return Pools(tuple(groups), windowed, tuple(planes), tensors)
-
-
-def _group(name: str, pool: Any) -> Group:
-    """Return the group of a pool. Each pool numbers its own pages."""
-    if type(pool) not in (MHATokenToKVPool, MLATokenToKVPool):
-        raise InvalidField(
-            "KV pool",
-            type(pool).__name__,
-            f"{MHATokenToKVPool.__name__}, {MLATokenToKVPool.__name__}, or an {SWAKVPool.__name__} of these",
-        )
-    page = int(pool.page_size)
-    return Group(name, block_tokens=page, num_blocks=int(pool.size) // page + 1, null_block=NULL_PAGE, pool=name)
 
 
 def _described(

@@ -12,29 +12,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from kvferry.integrations.sglang.hooks import (
-    BACKEND,
-    IS_IDLE,
-    MAKES_HANDLERS,
-    MAKES_RECEIVERS,
-    MAKES_SENDERS,
-    SENDS_TO_RANKS,
-    UNLOADS,
-    Waker,
-    forget_adapter,
-    hold_until_quiet,
-    is_hooked,
-    is_idle,
-    parts,
-    send_along,
-    tell_receiver,
-    tell_sender,
-    wakers,
-)
+from kvferry.integrations.sglang import hooks
+from kvferry.integrations.sglang.hooks import BACKEND
 
 logger = logging.getLogger(__name__)
-
-_UTILS = "sglang.srt.disaggregation.utils"
 
 
 def register() -> None:
@@ -50,19 +31,18 @@ def register() -> None:
         return
     DISAGG_TRANSFER_BACKEND_CHOICES.append(BACKEND)
     _add_member(TransferBackend)
-    queue = "sglang.srt.disaggregation.decode.DecodeTransferQueue.__init__"
     resolve = "sglang.srt.mem_cache.kv_cache_builder.resolve_decode_retraction_backup"
     for method, hook, when in (
-        (f"{_UTILS}.get_kv_class", _get_kv_class, HookType.AROUND),
-        (f"{_UTILS}.setup_state_kv_args", _keep_pools, HookType.BEFORE),
-        (queue, hold_until_quiet, HookType.AFTER),
-        (MAKES_SENDERS, tell_sender, HookType.AFTER),
-        (MAKES_RECEIVERS, tell_receiver, HookType.AFTER),
+        ("sglang.srt.disaggregation.utils.get_kv_class", _get_kv_class, HookType.AROUND),
+        ("sglang.srt.disaggregation.utils.setup_state_kv_args", _keep_pools, HookType.BEFORE),
+        ("sglang.srt.disaggregation.decode.DecodeTransferQueue.__init__", hooks.hold_until_quiet, HookType.AFTER),
+        (hooks.MAKES_SENDERS, hooks.tell_sender, HookType.AFTER),
+        (hooks.MAKES_RECEIVERS, hooks.tell_receiver, HookType.AFTER),
         (resolve, _retract_without_a_device, HookType.BEFORE),
-        (MAKES_HANDLERS, exchange_prefixes, HookType.AFTER),
-        (SENDS_TO_RANKS, send_along, HookType.BEFORE),
-        (IS_IDLE, is_idle, HookType.AFTER),
-        (UNLOADS, forget_adapter, HookType.AFTER),
+        (hooks.MAKES_HANDLERS, exchange_prefixes, HookType.AFTER),
+        (hooks.SENDS_TO_RANKS, hooks.send_along, HookType.BEFORE),
+        (hooks.IS_IDLE, hooks.is_idle, HookType.AFTER),
+        (hooks.UNLOADS, hooks.forget_adapter, HookType.AFTER),
     ):
         HookRegistry.register(method, hook, when)
 
@@ -85,8 +65,7 @@ def _get_kv_class(original: Callable[..., Any], transfer_backend: Any, class_typ
 
     from kvferry.integrations.sglang.bootstrap import KvferryBootstrapServer
     from kvferry.integrations.sglang.manager import KvferryManager
-    from kvferry.integrations.sglang.receiver import KvferryReceiver
-    from kvferry.integrations.sglang.sender import KvferrySender
+    from kvferry.integrations.sglang.requests import KvferryReceiver, KvferrySender
 
     classes = {
         "kvargs": KVArgs,
@@ -108,7 +87,7 @@ def exchange_prefixes(_: None, scheduler: Any, *__: Any, **___: Any) -> None:
     queue = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
     if queue is None or queue.transfer_backend.value != BACKEND:
         return
-    if not all(map(is_hooked, (SENDS_TO_RANKS, IS_IDLE, UNLOADS))):
+    if not all(map(hooks.is_hooked, (hooks.SENDS_TO_RANKS, hooks.IS_IDLE, hooks.UNLOADS))):
         return
     from sglang.utils import TypeBasedDispatcher
 
@@ -117,17 +96,17 @@ def exchange_prefixes(_: None, scheduler: Any, *__: Any, **___: Any) -> None:
 
     manager = queue.kv_manager
     answers = RadixAnswers(scheduler, manager)
-    parts[:] = [answers]
+    hooks.parts[:] = [answers]
     handlers: list[tuple[type, Any]] = [(AnswerStep, answers.run)]
     if RadixLoads.possible(scheduler, manager):
         manager.loads = RadixLoads(scheduler, manager)
-        parts.append(manager.loads)
+        hooks.parts.append(manager.loads)
         handlers.append((LoadStep, manager.loads.run))
     scheduler._request_dispatcher += TypeBasedDispatcher(handlers)
     poller = getattr(scheduler.idle_sleeper, "poller", None)
     if manager.leader and poller is not None:
-        wakers[:] = [Waker(poller)]
-        manager.port.on_question(wakers[0].wake)
+        hooks.wakers[:] = [hooks.Waker(poller)]
+        manager.port.on_question(hooks.wakers[0].wake)
 
 
 def _retract_without_a_device(**_: Any) -> None:

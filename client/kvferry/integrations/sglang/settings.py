@@ -67,14 +67,8 @@ class Settings:
 def check_supported(kv_args: Any, parallel: Any, disagg: Any, memory: Any, draft_pool: Any) -> None:
     """Raise `InvalidField`, which names SGLang's setting, for unsupported settings. `kv_args` are SGLang's arguments of
     the manager; `draft_pool` is None without a draft model."""
-    for name, found in (
-        ("pp_size", parallel.pp_size),
-        ("dp_size", parallel.dp_size),
-        ("attn_cp_size", parallel.attn_cp_size),
-        ("attn_dcp_size", parallel.attn_dcp_size),
-        ("attn_dp_size", parallel.attn_dp_size),
-    ):
-        if found > 1:
+    for name in ("pp_size", "dp_size", "attn_cp_size", "attn_dcp_size", "attn_dp_size"):
+        if (found := getattr(parallel, name)) > 1:
             raise InvalidField(name, found, "1: other ways to divide an engine than tensor parallelism are not built")
     for name, given in (
         ("enable_kv_cache_sharding", parallel.enable_kv_cache_sharding),

@@ -1,9 +1,11 @@
-"""vLLM's prefix cache: looks up prompts in it."""
+"""vLLM's prefix cache: looks up prompts in it, and answers the questions of other engines for the KV of their
+beginnings."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -12,7 +14,8 @@ from vllm.multimodal.inputs import PlaceholderRange
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 
-from kvferry import Prompt
+from kvferry import MissReason, Prompt, Question
+from kvferry.engine import SchedulerPort
 from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.remembered import remember
@@ -21,6 +24,12 @@ from kvferry.integrations.vllm.setup import Setup
 CHUNK = 2048
 """Tokens that are hashed at a time, at least a block. Hashing ends with the first chunk that is not cached to its end:
 most questions are about prompts that are not, and hashes take longer than anything else here."""
+
+MOST_HASHED = 8192
+"""Tokens after which a step leaves further questions to the next one."""
+
+LEAST_COST = 256
+"""Tokens for which a question counts at least."""
 
 
 @dataclass(slots=True)
@@ -46,10 +55,8 @@ class Hit(NamedTuple):
 
 
 class PrefixCache:
-    """vLLM's prefix cache, with the hashes of this engine.
-
-    `manager` is vLLM's ``KVCacheManager`` (``vllm/v1/core/kv_cache_manager.py``; 0.32.0).
-    """
+    """vLLM's prefix cache, with the hashes of this engine, by vLLM's ``KVCacheManager``
+    (``vllm/v1/core/kv_cache_manager.py``; 0.32.0)."""
 
     def __init__(self, setup: Setup, manager: Any) -> None:
         self._setup = setup
@@ -135,3 +142,73 @@ class PrefixCache:
             for table in self._setup.tables
         }
         return Hit(wanted, frozenset(block for listed in ids for block in listed))
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """An open question; its prompt is copied when it is its turn."""
+
+    question: Question
+    lookup: Lookup | None = None
+
+
+class Answers:
+    """Answers questions from vLLM's prefix cache, a bounded number in each step. `publish` is `Sending.answer`."""
+
+    def __init__(
+        self, setup: Setup, port: SchedulerPort, cache: PrefixCache, publish: Callable[[Question, Hit, int], bool]
+    ) -> None:
+        self._port = port
+        self._cache = cache
+        self._answer = publish
+        share = setup.settings.prefix_share if setup.serves and setup.caches_prefixes else 0
+        self._most = int(cache.pool.num_gpu_blocks * share)
+        self._open: deque[_Asked] = deque()
+
+    @property
+    def possible(self) -> bool:
+        """Whether this engine can answer with anything but a miss."""
+        return self._most > 0
+
+    @property
+    def waiting(self) -> bool:
+        """Whether vLLM must run steps for questions."""
+        return bool(self._open)
+
+    def work(self, *, refuses: bool = False) -> bool:
+        """Look up what the new questions ask for, a bounded part of it; return whether there was a question. Called
+        after vLLM has scheduled a step. `refuses`: the engine is paused, so that nothing more is held."""
+        questions = self._port.questions()
+        if questions:
+            # Ended ones must not wait for their turn: each may have 1 MiB.
+            self._open = deque(asked for asked in self._open if asked.question.open)
+            self._open += map(_Asked, questions)
+        if refuses:
+            while self._open:
+                self._port.miss(self._open.popleft().question, MissReason.BUSY)
+        left = MOST_HASHED
+        while self._open and left > 0:
+            asked = self._open[0]
+            if asked.question.open:
+                left -= self._look_up(asked)
+                if asked.lookup is not None and not asked.lookup.known:
+                    continue
+            self._open.popleft()
+        return bool(questions)
+
+    def _look_up(self, asked: _Asked) -> int:
+        """Look up the next chunk of a prompt, and answer if it is the last; return for how many tokens it counts."""
+        cache, question = self._cache, asked.question
+        if self.possible and asked.lookup is None:
+            asked.lookup = cache.lookup(question.prompt)
+        if asked.lookup is None:
+            self._port.miss(question, MissReason.UNSUPPORTED)
+            return LEAST_COST
+        hashed = cache.hash(asked.lookup)
+        if asked.lookup.known:
+            hit = cache.find(asked.lookup, question.first_token)
+            if hit is None:
+                self._port.miss(question, MissReason.NOT_CACHED)
+            elif not self._answer(question, hit, self._most):
+                self._port.miss(question, MissReason.BUSY)
+        return max(LEAST_COST, hashed)

@@ -28,11 +28,9 @@ from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
 from kvferry.errors import InvalidField, LayoutMismatch
 from kvferry.geometry.plane import Plane
 from kvferry.geometry.tensors import view_of
-from kvferry.integrations.vllm.groups import BlockTable, layer_spec, transferred
-from kvferry.integrations.vllm.layouts.backends import family_of, layer_planes
-from kvferry.integrations.vllm.layouts.orders import Layer, backend_of
+from kvferry.integrations.vllm.layouts.attention import family_of, layer_planes
 from kvferry.integrations.vllm.setup import Setup
-from kvferry.integrations.vllm.shards import RankPlace, holding
+from kvferry.integrations.vllm.shards import Layer, RankPlace, layers_of
 from kvferry.testing.layout import CheckedLayout, Tokens, WriteTokens, check_layout
 
 logger = logging.getLogger(__name__)
@@ -79,29 +77,6 @@ def checked_planes(
     return planes
 
 
-def layers_of(
-    vllm_config: Any,
-    kv_cache_config: Any,
-    tables: Sequence[BlockTable],
-    kv_caches: Mapping[str, torch.Tensor],
-    place: RankPlace,
-) -> list[Layer]:
-    """Return the layers of a rank, ordered by group.
-
-    Layers that share the cache of another are in no group; layers of other pipeline stages have no tensor here.
-    """
-    found: list[Layer] = []
-    for table, (_, listed) in zip(tables, transferred(kv_cache_config), strict=True):
-        for name in listed.layer_names:
-            if name in kv_caches:
-                spec = layer_spec(listed, name)
-                held = holding(spec, name, vllm_config, place)
-                # The spec of a state is complete without a backend.
-                backend = "" if isinstance(spec, MambaSpec) else backend_of(vllm_config, name)
-                found.append(Layer(name, kv_caches[name], spec, table.group, held, vllm_config, backend))
-    return found
-
-
 def self_check(layers: Sequence[Layer], planes: Sequence[Plane], seed: int | None = None) -> tuple[Checked, ...]:
     """Check the planes of a rank against vLLM's writes, log the result in one line, and return it by kind of layers.
 
@@ -138,33 +113,34 @@ def self_check(layers: Sequence[Layer], planes: Sequence[Plane], seed: int | Non
 
 def _check(layer: Layer, planes: Sequence[Plane], names: tuple[str, ...], seed: int | None) -> Checked:
     """Check a layer by vLLM's writes; the result is that of all layers of these names."""
+    attends = isinstance(layer.module, (Attention, MLAAttention))
+    backend = layer.module.attn_backend.get_name() if attends else type(layer.module).__name__
     path = write_path(layer, planes)
-    reason = path.reason
-    if not reason:
-        try:
-            if path.write is not None and path.token is not None:
-                # Padding, which vLLM's kernels skip: at the first call a backend may prepare the whole cache, as
-                # Triton's does for the scales of each token and head.
-                padding = torch.full((1,), -1, dtype=torch.int64, device=layer.cache.device)
-                path.write({name: zeros[None] for name, zeros in path.token.items()}, padding)
-            layout = check_layout(
-                layer.group,
-                layer.cache,
-                planes,
-                write=path.write,
-                token=path.token,
-                states=path.states,
-                block_bytes=_content_bytes(layer.spec),
-                seed=seed,
-            )
-            return Checked(path.name, names, layout)
-        except LayoutMismatch:
-            raise
-        except Exception as error:
-            # If vLLM's function does not take these arguments, that does not disprove the planes.
-            logger.exception("self-check: %s of %s could not be written", layer.name, path.name)
-            reason = f"vLLM's write failed: {error!r}"
-    return Checked(path.name, names, CheckedLayout(), reason)
+    if isinstance(path, str):
+        return Checked(backend, names, CheckedLayout(), path)
+    try:
+        if path.write is not None and path.token is not None:
+            # Padding, which vLLM's kernels skip: at the first call a backend may prepare the whole cache, as Triton's
+            # does for the scales of each token and head.
+            padding = torch.full((1,), -1, dtype=torch.int64, device=layer.cache.device)
+            path.write({name: zeros[None] for name, zeros in path.token.items()}, padding)
+        layout = check_layout(
+            layer.group,
+            layer.cache,
+            planes,
+            write=path.write,
+            token=path.token,
+            states=path.states,
+            block_bytes=_content_bytes(layer.spec),
+            seed=seed,
+        )
+    except LayoutMismatch:
+        raise
+    except Exception as error:
+        # If vLLM's function does not take these arguments, that does not disprove the planes.
+        logger.exception("self-check: %s of %s could not be written", layer.name, backend)
+        return Checked(backend, names, CheckedLayout(), f"vLLM's write failed: {error!r}")
+    return Checked(backend, names, layout)
 
 
 def _kind(layer: Layer, planes: Sequence[Plane]) -> tuple[Any, ...]:
@@ -190,52 +166,50 @@ def _content_bytes(spec: Any) -> int:
 class WritePath(NamedTuple):
     """vLLM's way to write the cache of a layer."""
 
-    name: str  # the backend, or the class of the layer, for people
-    reason: str = ""  # why there is no function that could be called on its own; empty: there is one
     write: WriteTokens | None = None  # see `check_layout`
     token: Tokens | None = None  # of zeros
     states: tuple[torch.Tensor, ...] = ()
     """The views by which vLLM's kernels write a recurrent state: the kernels take whole tensors."""
 
 
-def write_path(layer: Layer, planes: Sequence[Plane]) -> WritePath:
-    """Return vLLM's way to write the cache of a layer with these planes."""
+def write_path(layer: Layer, planes: Sequence[Plane]) -> WritePath | str:
+    """Return vLLM's way to write the cache of a layer with these planes, or why there is no function that could be
+    called on its own."""
     module = layer.module
-    name = type(module).__name__
     if module is None:
-        return WritePath("no module", "vLLM has no layer of that name")
+        return "vLLM has no layer of that name"
     cache = module.kv_cache
     if isinstance(module, MambaBase):
-        return WritePath(name, states=cache) if isinstance(cache, tuple) else WritePath(name, "its state is not bound")
+        return WritePath(states=cache) if isinstance(cache, tuple) else "its state is not bound"
     if not isinstance(cache, torch.Tensor) or cache.numel() == 0:
-        return WritePath(name, "its cache is not bound")
+        return "its cache is not bound"
     # By name: importing the model's module would import all of its kernels.
     if "DeepseekV32IndexerCache" in [found.__name__ for found in type(module).__mro__]:
         return _fitting(_indexer(module), layer, planes, cache.shape[1])
     shared = getattr(module, "kv_sharing_target_layer_name", None)
     if shared is not None:
-        return WritePath(name, f"it reads what {shared} writes")
+        return f"it reads what {shared} writes"
     update = getattr(getattr(module, "impl", None), "do_kv_cache_update", None)
     if update is None:
-        return WritePath(name, "its backend writes the cache inside attention")
+        return "its backend writes the cache inside attention"
     for kind, dimensions, path in ((Attention, 4, _attention), (MLAAttention, 3, _latent)):
         if isinstance(module, kind):
             if cache.dim() != dimensions:
-                return WritePath(module.attn_backend.get_name(), f"its cache has the shape {tuple(cache.shape)}")
+                return f"its cache has the shape {tuple(cache.shape)}"
             return _fitting(path(module, update), layer, planes, cache.shape[dimensions - 2])
-    return WritePath(name, "the arguments of its write function are not known")
+    return "the arguments of its write function are not known"
 
 
-def _fitting(path: WritePath, layer: Layer, planes: Sequence[Plane], page_tokens: int) -> WritePath:
+def _fitting(path: WritePath | str, layer: Layer, planes: Sequence[Plane], page_tokens: int) -> WritePath | str:
     """Add the layer's own tensors of a token to a path, if its slots are the tokens of vLLM's blocks."""
-    if path.reason:
+    if isinstance(path, str):
         return path
     if not isinstance(layer.spec, AttentionSpec) or any(plane.tokens_per_state != 1 for plane in planes):
-        return WritePath(path.name, "a state is not one token")
+        return "a state is not one token"
     held = layer.module.kv_cache.shape[0] * page_tokens
     tokens = layer.spec.block_size
     if tokens % page_tokens or held < layer.group.num_blocks * tokens:
-        return WritePath(path.name, f"kernel blocks of {page_tokens} tokens do not make blocks of {tokens}")
+        return f"kernel blocks of {page_tokens} tokens do not make blocks of {tokens}"
     dtype, device = layer.vllm_config.model_config.dtype, layer.cache.device
     return path._replace(token={name: zeros.to(device, dtype) for name, zeros in (path.token or {}).items()})
 
@@ -245,36 +219,33 @@ def _attention(module: Any, update: Any) -> WritePath:
         update(module, inputs["key"], inputs["value"], module.kv_cache, slots)
 
     widths = {"key": module.head_size, "value": module.head_size_v}
-    token = {name: torch.zeros(module.num_kv_heads, width) for name, width in widths.items()}
-    return WritePath(module.attn_backend.get_name(), write=write, token=token)
+    return WritePath(write, {name: torch.zeros(module.num_kv_heads, width) for name, width in widths.items()})
 
 
-def _latent(module: Any, update: Any) -> WritePath:
+def _latent(module: Any, update: Any) -> WritePath | str:
     def write(inputs: Tokens, slots: torch.Tensor) -> None:
         latent, rope = inputs["latent"][:, 0], inputs["rope"]
         update(latent, rope, module.kv_cache, slots, module.kv_cache_dtype, module._k_scale)
 
-    backend = module.attn_backend.get_name()
     if getattr(module, "hisparse_cache", None) is not None:
-        return WritePath(backend, "HiSparse keeps its cache elsewhere")
+        return "HiSparse keeps its cache elsewhere"
     widths = {"latent": module.kv_lora_rank, "rope": module.qk_rope_head_dim}
-    return WritePath(backend, write=write, token={name: torch.zeros(1, width) for name, width in widths.items()})
+    return WritePath(write, {name: torch.zeros(1, width) for name, width in widths.items()})
 
 
-def _indexer(module: Any) -> WritePath:
+def _indexer(module: Any) -> WritePath | str:
     """Return the path of CUDA's operation, which has never been run: there was no GPU."""
-    name = type(module).__name__
     shuffled = getattr(module, "uses_shuffled_layout", False)
     if shuffled or not current_platform.is_cuda() or module.kv_cache.dtype is not torch.uint8:
-        return WritePath(name, "its write operation is known on CUDA, for a cache of bytes, only")
+        return "its write operation is known on CUDA, for a cache of bytes, only"
     # A key of whole groups, and a float32 for each group.
     groups, rest = divmod(module.kv_cache.shape[-1], _INDEXER_GROUP + 4)
     if rest:
-        return WritePath(name, f"{module.kv_cache.shape[-1]} bytes of a token are no keys with scales")
+        return f"{module.kv_cache.shape[-1]} bytes of a token are no keys with scales"
 
     def write(inputs: Tokens, slots: torch.Tensor) -> None:
         from vllm import _custom_ops as ops
 
         ops.indexer_k_quant_and_cache(inputs["index"][:, 0], module.kv_cache, slots, _INDEXER_GROUP, "ue8m0")
 
-    return WritePath(name, write=write, token={"index": torch.zeros(1, groups * _INDEXER_GROUP)})
+    return WritePath(write, {"index": torch.zeros(1, groups * _INDEXER_GROUP)})

@@ -1,4 +1,4 @@
-"""The class that vLLM loads, once per process. It only forwards calls."""
+"""The class that vLLM loads, once per process."""
 
 from __future__ import annotations
 
@@ -33,11 +33,8 @@ else:
 
 
 class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Implements vLLM's KV connector with kvferry. The package's docstring shows the configuration.
-
-    Forwards calls to a `ConnectorScheduler` in the scheduler's process, and to a `ConnectorWorker` in each worker's.
-    Calls from an engine's step return at once (R11).
-    """
+    """Implements vLLM's KV connector with kvferry: forwards calls to a `ConnectorScheduler` in the scheduler's process,
+    and to a `ConnectorWorker` in each worker's. Calls from an engine's step return at once (R11)."""
 
     _cache_hit_source = HIT_SOURCE
 
@@ -77,11 +74,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler = ConnectorScheduler(self._setup, cache, engine_in_making())
 
     def on_new_request(self, request: Any) -> None:
-        """Start to acquire the blocks of a request that has arrived."""
         self._in_scheduler.on_new_request(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """Return the ids of all groups that may be transferred."""
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -89,7 +84,6 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._in_scheduler.matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Attach the blocks that vLLM has allocated for a request."""
         self._in_scheduler.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -118,7 +112,6 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             connector_output.finished_recving = {*told, *received}
 
     def has_pending_push_work(self) -> bool:
-        """Return whether vLLM has to run steps even without a request."""
         return self._scheduler is not None and self._scheduler.has_work()
 
     # Called in a worker's process.
@@ -135,12 +128,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return metadata
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Register the caches of this rank with NIXL. The first step announces them.
-
-        Raises:
-            LayoutMismatch: vLLM writes elsewhere than the planes declare.
-            InvalidField: the layout of a layer is unknown, or neither a test nor the self-check has proven it.
-        """
+        """Register the caches of this rank with NIXL. The first step announces them. Raises `LayoutMismatch`: vLLM
+        writes elsewhere than the planes declare; `InvalidField`: the layout of a layer is unknown, or nothing has
+        proven it."""
         place = RankPlace.of_process()
         planes = checked_planes(self._vllm_config, self._kv_cache_config, self._setup, kv_caches, place)
         self._in_worker.register(kv_caches, planes)
@@ -174,7 +164,6 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # Called in both.
 
     def get_kv_connector_stats(self) -> KvferryStats | None:
-        """Return the counts since the last call."""
         return None if self._scheduler is None else self._scheduler.take_stats()
 
     @classmethod

@@ -77,12 +77,9 @@ class IdleSteps:
     def begin(self, *, idle: bool, reads: bool, publishes: bool, ready: bool, holds: bool = False) -> bool:
         """Begin a step, and wait in it if that helps; return whether the workers may wait for reads in this step.
 
-        Args:
-            idle: nothing is computed in this step.
-            reads: there are reads that have not ended.
-            publishes: there are publications that wait for a device, whose progress does not wake the scheduler.
-            ready: the step has a message for the workers.
-            holds: the engine runs steps only because it holds publications, see `Rest.denied`.
+        `idle`: nothing is computed in it; `reads`: there are reads that have not ended; `publishes`: there are
+        publications that wait for a device, whose progress does not wake the scheduler; `ready`: the step has a message
+        for the workers; `holds`: the engine runs steps only because it holds publications, see `Rest.denied`.
         """
         self._streak = self._streak + 1 if idle else 0
         if not (idle and (reads or publishes)):
@@ -108,11 +105,8 @@ class Engine:
         self._made = ref(made)
 
     def wake(self) -> None:
-        """Wake the engine, from any thread.
-
-        An engine without work waits at its input queue. It ignores this entry, with which vLLM itself wakes it to end
-        it (``EngineCoreProc.run_engine_core`` in vllm/v1/engine/core.py; 0.32.0).
-        """
+        """Wake the engine, from any thread. Without work it waits at its input queue, and ignores this entry, with
+        which vLLM itself wakes it to end it (``EngineCoreProc.run_engine_core`` in vllm/v1/engine/core.py; 0.32.0)."""
         from vllm.v1.engine import EngineCoreRequestType
 
         engine = self._made()

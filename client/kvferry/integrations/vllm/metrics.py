@@ -4,6 +4,7 @@ table."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from kvferry.engine import ReadEnd
@@ -57,14 +58,7 @@ METRICS: dict[str, VllmMetric] = {
     "unmarked": _counter(
         "unmarked", "Requests read that no mark has shown to be of their prompt.", lambda end: end.prompt != "matched"
     ),
-    REASONS: VllmMetric(
-        Metric(
-            "counter",
-            "vllm:kvferry_failures",
-            OF_CLIENTS["reads.failures"].documentation,
-            OF_CLIENTS["reads.failures"].labels,
-        )
-    ),
+    REASONS: VllmMetric(replace(OF_CLIENTS["reads.failures"], name="vllm:kvferry_failures")),
     "wait": _histogram(
         "wait_seconds",
         "From a request's arrival until the source's home promised its blocks: mostly the rest of prefill.",

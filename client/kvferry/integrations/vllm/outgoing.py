@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,11 +14,11 @@ import numpy.typing as npt
 
 from kvferry import Prompt, Publication, Question
 from kvferry.geometry.blocks import Blocks
-from kvferry.integrations.vllm.groups import BlockTable
+from kvferry.integrations.vllm.setup import BlockTable
 
 
 class BlockHolds:
-    """Blocks that are held for publications.
+    """Blocks that are held for publications, in vLLM's ``BlockPool`` (``vllm/v1/core/block_pool.py``; 0.32.0).
 
     vLLM frees the blocks of a request that it preempts, aborts or finishes, and evicts blocks from its prefix cache. A
     block becomes free only with its last reference, and stays in the prefix cache until then. So a preempted request
@@ -26,8 +26,6 @@ class BlockHolds:
 
     A block is referred to once, until the last publication that has it drops it: thousands of answers may have the same
     beginning. A publication has each of its blocks once.
-
-    `pool` is vLLM's ``BlockPool`` (``vllm/v1/core/block_pool.py``; 0.32.0).
     """
 
     def __init__(self, pool: Any) -> None:
@@ -108,18 +106,20 @@ class OutgoingRequest:
         sample = _CHILD.fullmatch(self.request_id)
         return "" if sample is None else sample[1]
 
-    def fills_a_block(self, tables: Sequence[BlockTable], tokens: int) -> bool:
-        """Whether the first `tokens` tokens fill a block, of some group, that is not planned yet."""
-        return any(
-            tokens // table.entry_tokens * table.entry_tokens > self.planned.get(table.group.name, 0)
+    def plan(
+        self, tables: Sequence[BlockTable], block_ids: Callable[[str], Sequence[Sequence[int]]], tokens: int
+    ) -> None:
+        """Add the full blocks that have the first `tokens` tokens to `parts`; `block_ids` returns vLLM's, by group."""
+        due = [
+            table
             for table in tables
-            if not table.forgets
-        )
-
-    def plan(self, tables: Sequence[BlockTable], ids: Sequence[Sequence[int]], tokens: int) -> None:
-        """Add the full blocks that have the first `tokens` tokens to `parts`; `ids` are vLLM's block ids, by group."""
-        blocks = {}
-        for table in tables:
+            if not table.forgets and tokens - self.planned.get(table.group.name, 0) >= table.entry_tokens
+        ]
+        if not due:
+            return
+        ids = block_ids(self.request_id)
+        blocks: dict[str, Blocks] = {}
+        for table in due:
             name = table.group.name
             found = table.early(ids[table.index], self.planned.get(name, 0), tokens)
             if len(found.ids):

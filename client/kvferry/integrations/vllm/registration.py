@@ -13,8 +13,7 @@ from contextlib import suppress
 logger = logging.getLogger(__name__)
 
 CONNECTOR = "KvferryConnector"
-"""The connector's name for vLLM, and the name of its class: MultiConnector finds its children's counts by class
-name."""
+"""The connector's name for vLLM, and that of its class, by which MultiConnector finds its children's counts."""
 
 
 def register() -> None:

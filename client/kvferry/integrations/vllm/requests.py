@@ -1,13 +1,24 @@
 """What the connector takes from requests of vLLM: the fields of ``kv_transfer_params``, which routers set, or forward
-from prefill's answer to decode; and the prompt."""
+from prefill's answer to decode; the prompt; and the hints of other projects' routers, that an engine may have its
+beginning:
+
+Dynamo:  ``Request.kv_hints`` (vLLM 0.31), or ``kv_transfer_params["kv_hint"]``: an envelope of actions, ``kv.fetch``
+llm-d:   ``kv_transfer_params["remote_kv_source"]``: host and port of vLLM's P2P tier
+
+A hint names an address. Nothing connects to it: it is looked up as an engine_id in the directory, and the engine of
+that name is asked by the prompt. So the hashes in a hint are not read: they are the router's belief, by the hash
+function of some engine. A hint may contain values of any type and size, as clients may have written it.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from kvferry import Prompt, PromptInput, Publication, parse_reference
 from kvferry.errors import InvalidField, KvferryError
+from kvferry.integrations.settings import shown
 
 REFERENCE = "kvferry_reference"
 """The field of kvferry's reference: of the publication that decode reads, or that prefill makes."""
@@ -24,6 +35,26 @@ this field, be it empty, is answered with the engine reference of the engine tha
 
 _SHORT = re.compile(r"[!-~]{55,455}")
 """Upper bound of a traceparent: 55 characters, later versions more. The SDK ignores malformed ones."""
+
+ENVELOPE = "kv_hint"
+"""The field of Dynamo's envelope (`_apply_kv_hint` in dynamo/vllm/kv_hints.py; ai-dynamo 1.6.1)."""
+
+SOURCE = "remote_kv_source"
+"""The field of llm-d's sidecar (`p2pSourceParams` in pkg/sidecar/proxy/connector_p2p.go; August 2026)."""
+
+PROTOCOL_VERSION = "0.1"
+FETCH = "kv.fetch"
+FETCH_VERSION = "1.0"
+SCHEME = "tcp://"
+
+MOST_ACTIONS = 16
+"""Most actions of an envelope that are looked at."""
+
+MOST_CHARACTERS = 255
+"""Most characters of an address, or of a host: no engine has a longer name."""
+
+MOST_RANKS = 128
+"""Ranks of data-parallel servers whose engines are found."""
 
 
 def asks_to_publish(request: Any) -> bool:
@@ -112,10 +143,8 @@ def prompt_of(request: Any, *, names_inputs: bool) -> Prompt:
 
 
 def published_prompt(request: Any, prompt: Prompt, tokens: int, *, names_inputs: bool) -> Prompt:
-    """Return the prompt of a finished request with the generated tokens up to `tokens`, the number of published tokens.
-
-    `prompt` is that of the request's arrival. `names_inputs`: see `Setup`.
-    """
+    """Return the prompt of a finished request, from that of its arrival, with the generated tokens up to the number of
+    published `tokens`. `names_inputs`: see `Setup`."""
     if not prompt:
         return prompt
     if len(prompt) != request.num_prompt_tokens:
@@ -126,10 +155,9 @@ def published_prompt(request: Any, prompt: Prompt, tokens: int, *, names_inputs:
 
 
 def shorten(request: Any, tokens: int) -> None:
-    """Remove tokens from the end of a prompt that is prefilled for another engine, which computes these tokens itself.
-
-    Source: vllm-project/vllm 0.32.0, ``_truncate_request_for_prefill`` in
-    vllm/distributed/kv_transfer/kv_connector/v1/nixl/base_scheduler.py.
+    """Remove tokens from the end of a prompt that is prefilled for another engine, which computes these tokens itself:
+    as ``_truncate_request_for_prefill`` in vllm/distributed/kv_transfer/kv_connector/v1/nixl/base_scheduler.py
+    (0.32.0).
     """
     # A request that does not read the prefix cache is not read by decode either.
     if not 0 < tokens < request.num_prompt_tokens or request.get_skip_reading_prefix_cache():
@@ -144,3 +172,65 @@ def shorten(request: Any, tokens: int) -> None:
             setattr(request, name, given[:-tokens])
     del request._all_token_ids[-tokens:]
     request.num_prompt_tokens -= tokens
+
+
+def hinted_engine(request: Any) -> str:
+    """Return the ``host:port`` that a request's hint names, as it is written there; empty: the request has no hint. Of
+    several hints vLLM's own counts, then Dynamo's, then llm-d's. Raises `InvalidField`: the hint is malformed, of
+    another version, or asks for something else; `field` is what is wrong."""
+    envelope, params = request.kv_hints, request.kv_transfer_params
+    if envelope is None:
+        envelope = _part(params, ENVELOPE)
+    if envelope is not None:
+        return _fetched_from(envelope)
+    source = _part(params, SOURCE)
+    return "" if source is None else _peer(source)
+
+
+def engine_names(address: str) -> tuple[str, ...]:
+    """Return the engine_ids that the engine at a ``host:port`` may have, first the address itself.
+
+    vLLM names the engine of data-parallel rank n ``{engine_id}_dp{n}``, and its P2P tier, for which hints are made,
+    listens n ports above the configured one (vllm/v1/kv_offload/tiering/p2p/manager.py; 0.32.0).
+    """
+    host, _, port = address.rpartition(":")
+    first = int(port) if port.isascii() and port.isdigit() else 0
+    ranks = (f"{host}:{first - rank}_dp{rank}" for rank in range(min(first, MOST_RANKS)))
+    return address, *ranks
+
+
+def _fetched_from(envelope: Any) -> str:
+    """Return the address of the source of an envelope's first fetch, as others that execute such hints take it."""
+    actions = _part(envelope, "actions")
+    listed = actions[:MOST_ACTIONS] if isinstance(actions, list) else []
+    fetch = next((action for action in listed if _part(action, "action_type") == FETCH), None)
+    payload = _part(fetch, "payload")
+    for field, found, expected in (
+        (f"{ENVELOPE}.protocol_version", _part(envelope, "protocol_version"), PROTOCOL_VERSION),
+        (f"{ENVELOPE}.actions", _part(fetch, "action_type"), FETCH),
+        (f"{FETCH}.action_version", _part(fetch, "action_version"), FETCH_VERSION),
+        (f"{FETCH}.mode", _part(payload, "mode") or "copy", "copy"),
+    ):
+        if found != expected:
+            raise InvalidField(field, shown(found), repr(expected))
+    endpoint = _part(payload, "source_control_endpoint")
+    address = endpoint.removeprefix(SCHEME) if isinstance(endpoint, str) and endpoint.startswith(SCHEME) else ""
+    if not 0 < len(address) <= MOST_CHARACTERS:
+        expected = f"{SCHEME}host:port of at most {MOST_CHARACTERS} characters"
+        raise InvalidField(f"{FETCH}.source_control_endpoint", shown(endpoint), expected)
+    return address
+
+
+def _peer(source: Any) -> str:
+    """Return the address of llm-d's source, which has IPv6 addresses without brackets."""
+    host, port = _part(source, "remote_host"), _part(source, "remote_port")
+    if not isinstance(host, str) or not 0 < len(host) <= MOST_CHARACTERS:
+        raise InvalidField(f"{SOURCE}.remote_host", shown(host), f"1 to {MOST_CHARACTERS} characters")
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
+        raise InvalidField(f"{SOURCE}.remote_port", shown(port), "1 to 65535")
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _part(of: Any, name: str) -> Any:
+    """Return a field of a JSON object, or of vLLM's own structures; None: there is none."""
+    return of.get(name) if isinstance(of, Mapping) else getattr(of, name, None)

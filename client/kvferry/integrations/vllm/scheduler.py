@@ -13,11 +13,9 @@ from vllm.v1.request import RequestStatus
 from kvferry.engine import Grant, ReadEnd, SchedulerPort
 from kvferry.errors import KvferryError, PromptMismatch
 from kvferry.integrations.remembered import remember
-from kvferry.integrations.vllm.answers import Answers
-from kvferry.integrations.vllm.cached import PrefixCache
+from kvferry.integrations.vllm.cached import Answers, PrefixCache
 from kvferry.integrations.vllm.idle_steps import Engine, IdleSteps, Rest
-from kvferry.integrations.vllm.loads import Load, Loads, log_failure
-from kvferry.integrations.vllm.prefixes import Prefixes
+from kvferry.integrations.vllm.loads import Load, Loads, Prefixes, log_failure
 from kvferry.integrations.vllm.requests import (
     PREFIX_SOURCE,
     asks_for_source,
@@ -68,7 +66,7 @@ class ConnectorScheduler:
         self._sums: list[Summed] = []
         """Published blocks that the workers will sum, in integrity mode."""
         self._sending = Sending(setup, self._port, cache, self._sums, self._stats.count)
-        self._answers = Answers(setup, self._port, cache, self._sending)
+        self._answers = Answers(setup, self._port, cache, self._sending.answer)
         self._prefixes = Prefixes(setup, self._port, cache, self._client.directory, self._stats.count)
         self._idle = IdleSteps(self._port, setup.depth)
         self._rest = Rest(drains=setup.drains, now=now)
@@ -151,7 +149,7 @@ class ConnectorScheduler:
                 return None
             if load.found or load.prefix is not None:
                 # vLLM has counted these blocks as computed; less than a block is left, but of a prefix.
-                self._loads.pop(request_id)
+                self._loads.remove(request_id)
                 return 0, False
             load.follows = False
             self._lead(request, load)
@@ -162,7 +160,10 @@ class ConnectorScheduler:
                 offer = self._port.granted(request_id)
             except KvferryError as error:
                 if load.prefix is not None:
-                    return self._missed(request_id, error)
+                    self._prefixes.missed(request_id, error)
+                    self._loads.remove(request_id)
+                    self._led(request_id)
+                    return 0, False
                 load.error = error
                 return self._matched(request, load, computed)
             if offer is None:
@@ -173,10 +174,11 @@ class ConnectorScheduler:
                 if self._setup.caches_prefixes and not offer.complete:
                     return None
                 return self._found_here(request_id, load)
-            readable = self._setup.readable(offer.blocks(), computed, request.num_tokens, complete=offer.complete)
-            if readable is None:
+            offered -= self._setup.recomputed
+            if offer.complete:
+                offered = self._setup.readable(offer.blocks(), computed, offered)
+            elif not self._setup.foreseeable(offer.blocks()):
                 return None
-            offered = readable
         if offered <= computed:
             return self._found_here(request_id, load)
         return offered - computed, True
@@ -219,7 +221,7 @@ class ConnectorScheduler:
         if load is not None and load.failed:
             if request.status is RequestStatus.FINISHED_ERROR:
                 # vLLM fails the request because its read has failed. Another engine may still read the publication.
-                self._loads.pop(request_id)
+                self._loads.remove(request_id)
         elif load is not None and load.reading:
             # vLLM itself keeps the blocks until the read has ended.
             load.aborted = True
@@ -279,7 +281,7 @@ class ConnectorScheduler:
         for request_id in received:
             load = self._loads.get(request_id)
             if load is not None and load.failed:
-                self._loads.pop(request_id)
+                self._loads.remove(request_id)
                 if load.prefix is not None:
                     self._prefixes.compute(load.prefix)
                 else:
@@ -375,19 +377,9 @@ class ConnectorScheduler:
             self._loads.add(request.request_id, load)
             self._loads.lead(request.request_id, load)
 
-    def _missed(self, request_id: str, error: KvferryError) -> tuple[int, bool]:
-        """Forget the prefix of a request, which is computed; return the answer of `matched_tokens`."""
-        self._prefixes.missed(request_id, error)
-        self._loads.pop(request_id)
-        self._led(request_id)
-        return 0, False
-
     def _lead(self, request: Any, load: Load) -> None:
-        """Acquire the publication of a request. Others of the same reference follow it.
-
-        The request has only its prompt: it is read before vLLM computes any token, and never again, even if vLLM
-        preempts it after it has generated tokens.
-        """
+        """Acquire the publication of a request. Others of the same reference follow it. The request has only its
+        prompt: it is read before vLLM computes any token, and never again, even if vLLM preempts it later."""
         request_id = request.request_id
         load.prompt = self._sending.prompt(request)
         self._loads.lead(request_id, load)
@@ -430,7 +422,7 @@ class ConnectorScheduler:
         return 0, False
 
     def _decline(self, request_id: str) -> None:
-        load = self._loads.pop(request_id)
+        load = self._loads.remove(request_id)
         if load.follows:
             return
         self._led(request_id)
@@ -469,4 +461,4 @@ class ConnectorScheduler:
     def _read(self, end: ReadEnd) -> None:
         self._stats.read_ended(end, granted=True)
         # Followers wait until the blocks are in vLLM's prefix cache, see `allocated`.
-        self._loads.pop(end.request_id)
+        self._loads.remove(end.request_id)

@@ -42,13 +42,12 @@ class Sending:
     """Publishes the requests of prefill, and holds their blocks until the release.
 
     A request is published when it has finished; a request with a router's reference in parts, while its prompt is
-    computed. A part is the full blocks that a step of vLLM has completed in groups that keep all tokens. The rest
+    computed. A part is the full blocks that a step of vLLM has completed in groups that keep all tokens; the rest
     follows at the end of the request: the last block, windows, states. Parts have only tokens of the prompt, because
-    vLLM may sample other tokens again, and no block that a drafter may still write to, which vLLM does not take for its
-    prefix cache either.
+    vLLM may sample other tokens again, and no block that a drafter may still write to.
 
     Blocks are published when every rank's device has computed their step, for the reasons in
-    `kvferry.integrations.vllm.device`; parts also wait until vLLM has ended the step, which it has when it finishes a
+    `kvferry.integrations.vllm.worker`; parts also wait until vLLM has ended the step, which it has when it finishes a
     request.
 
     vLLM frees the blocks of a request that it preempts, and computes the request again, in other blocks if the old ones
@@ -77,14 +76,11 @@ class Sending:
         self._count = count
         self._now = time.monotonic
         self._holds = BlockHolds(cache.pool)
-        self._answer_holds = BlockHolds(cache.pool)
-        """Those of answers, which have a share of the pool."""
+        self._answer_holds = BlockHolds(cache.pool)  # those of answers, which have a share of the pool
         self._step = 0
         self._ranks = dict.fromkeys(range(setup.spec.num_ranks), StepsDone(0, 0))
-        self._everywhere = StepsDone(0, 0)
-        """The progress of the slowest rank."""
-        self._requests: dict[str, OutgoingRequest] = {}
-        """Requests that have not finished."""
+        self._everywhere = StepsDone(0, 0)  # the progress of the slowest rank
+        self._requests: dict[str, OutgoingRequest] = {}  # that have not finished
         self._unpublished: dict[OutgoingRequest, None] = {}
         """Requests that have parts, so that a step costs nothing for the others."""
         self._published: dict[int, OutgoingRequest] = {}
@@ -112,7 +108,16 @@ class Sending:
             return
         reference = publish_reference(request)
         if not self._setup.serves:
-            self._refuse(reference)
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "engine %s is asked to publish requests, and its role is decode, by kv_role or role: they are not "
+                    "published. Give role both to engines that others read from, too, such as decode in a conversation",
+                    self._setup.spec.engine_id,
+                )
+            if reference:
+                # Decode waits for the publication.
+                decline(self._port, reference)
             return
         if request.max_tokens == 1:
             shorten(request, self._setup.withheld)
@@ -156,7 +161,13 @@ class Sending:
             if outgoing is not None:
                 outgoing.step = self._step
                 if not (outgoing.closed or outgoing.follows):
-                    self._plan(outgoing, outgoing.request.num_computed_tokens + scheduled[request_id])
+                    request = outgoing.request
+                    computed = request.num_computed_tokens + scheduled[request_id] - self._setup.rewritten
+                    # The last token is left for the end of the request, which must publish at least one block.
+                    tokens = min(computed, request.num_prompt_tokens - 1)
+                    outgoing.plan(self._setup.tables, self._cache.block_ids, tokens)
+                    if outgoing.parts:
+                        self._unpublished[outgoing] = None
         self._withdraw_if_stuck(idle=not scheduled)
         return self._step
 
@@ -196,13 +207,11 @@ class Sending:
                 outgoing.closed = True
             if not bad.isdisjoint(outgoing.held) and not outgoing.withdrawn:
                 logger.warning("request %r: blocks that are published could not be loaded", outgoing.request_id)
-                self._forget_parts(outgoing)
                 self._withdraw(outgoing)
         for answer in [*self._unpublished, *self._published.values()]:
             if answer.question is not None and bad & answer.computed_from:
                 if answer.publication is None:
                     self._port.miss(answer.question, MissReason.NOT_CACHED)
-                self._forget_parts(answer)
                 self._withdraw(answer)
 
     def finish(self, request: Any, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
@@ -221,10 +230,10 @@ class Sending:
             if publication is None:
                 publication = self._publish_rest(outgoing, block_ids, tokens)
         outgoing.request = None
-        if publication is None:
-            self._give_up(outgoing)
-            return None
-        return published_params(publication)
+        if publication is not None:
+            return published_params(publication)
+        self._give_up(outgoing)
+        return None
 
     def released(self, releases: Iterable[Release]) -> None:
         """Free the blocks of released publications."""
@@ -248,28 +257,6 @@ class Sending:
 
     # Internal.
 
-    def _refuse(self, reference: str) -> None:
-        """Decline a request to publish at an engine whose caches cannot be read."""
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "engine %s is asked to publish requests, and its role is decode, by kv_role or role: they are not "
-                "published. Give role both to engines that others read from, too, such as decode in a conversation",
-                self._setup.spec.engine_id,
-            )
-        if reference:
-            # Decode waits for the publication.
-            decline(self._port, reference)
-
-    def _plan(self, outgoing: OutgoingRequest, tokens: int) -> None:
-        # The last token is left for the end of the request, which must publish at least one block.
-        tokens = min(tokens - self._setup.rewritten, outgoing.request.num_prompt_tokens - 1)
-        if not outgoing.fills_a_block(self._setup.tables, tokens):
-            return
-        outgoing.plan(self._setup.tables, self._cache.block_ids(outgoing.request_id), tokens)
-        if outgoing.parts:
-            self._unpublished[outgoing] = None
-
     def _publish_rest(
         self, outgoing: OutgoingRequest, block_ids: tuple[list[int], ...], tokens: int
     ) -> Publication | None:
@@ -278,7 +265,11 @@ class Sending:
         request = outgoing.request
         if outgoing.follows or outgoing.withdrawn:
             return None
-        if self._setup.has_states and self._state_is_elsewhere(request):
+        # Asynchronous scheduling may have run a step more, and only the device knows the accepted drafts' blocks.
+        if self._setup.has_states and (
+            request.num_computed_tokens != request.num_tokens - 1
+            or (self._setup.drafts_states and request.num_output_tokens > 1)
+        ):
             logger.info(
                 "request %r is not published: the block of its last token's state is unknown", request.request_id
             )
@@ -287,7 +278,9 @@ class Sending:
             blocks = outgoing.rest(self._setup.tables, self._setup.published(block_ids, tokens))
             outgoing.finished = True
             outgoing.prompt = published_prompt(request, outgoing.prompt, tokens, names_inputs=self._setup.names_inputs)
-            outgoing.payload = self._first_token(request, tokens)
+            if tokens == request.num_prompt_tokens and request.num_output_tokens == 1 and not self._setup.withheld:
+                # For engines that compute no token of a prompt: the first token of the answer.
+                outgoing.payload = first_token_payload(request.all_token_ids[tokens], tokens)
             if outgoing.step <= self._everywhere.computed:
                 publication = self._publish(outgoing, blocks, last=True)
             else:
@@ -304,11 +297,9 @@ class Sending:
         return publication
 
     def _of_sample(self, outgoing: OutgoingRequest, tokens: int) -> Publication | None:
-        """Return the publication of another sample of the same prompt with the same tokens; None: there is none.
-
-        vLLM runs each sample as its own request, and returns the ``kv_transfer_params`` of only the one that ends last,
-        so publications of the others would have no reader, and stay pinned for the whole hold.
-        """
+        """Return the publication of another sample of the same prompt with the same tokens; None: there is none. vLLM
+        returns the ``kv_transfer_params`` of only the sample that ends last, so publications of the others would have
+        no reader, and stay pinned for the whole hold."""
         other = self._samples.get(outgoing.parent)
         if other is None or other.request_id == outgoing.request_id:
             return None
@@ -346,7 +337,6 @@ class Sending:
         """Handle an error of `_publish`. A publication is withdrawn, since nobody can read it any more."""
         level = logging.WARNING if outgoing.question is None else logging.INFO
         logger.log(level, "request %r could not be published: %s", outgoing.request_id, error)
-        self._forget_parts(outgoing)
         outgoing.closed = True
         # The reference of another publication must not be declined.
         outgoing.withdrawn = isinstance(error, RouterKeyUsed)
@@ -372,6 +362,8 @@ class Sending:
         self._unpublished.pop(outgoing, None)
 
     def _withdraw(self, outgoing: OutgoingRequest) -> None:
+        """Publish no more of a request, and withdraw what is published."""
+        self._forget_parts(outgoing)
         if outgoing.publication is None:
             return
         outgoing.closed = outgoing.withdrawn = True
@@ -402,26 +394,7 @@ class Sending:
                 "publication is withdrawn",
                 outgoing.request_id,
             )
-            self._forget_parts(outgoing)
             self._withdraw(outgoing)
-
-    def _first_token(self, request: Any, tokens: int) -> bytes:
-        """Return the payload of a request of which `tokens` tokens are published: the first token of the answer.
-
-        Engines that compute no token of a prompt need the payload; vLLM's decode computes the prompt's last token
-        again, and does not. The payload is empty unless exactly the whole prompt is published.
-        """
-        whole = tokens == request.num_prompt_tokens and request.num_output_tokens == 1 and not self._setup.withheld
-        return first_token_payload(request.all_token_ids[tokens], tokens) if whole else b""
-
-    def _state_is_elsewhere(self, request: Any) -> bool:
-        """Whether the block of the last token but one may have another state, or its state may be in another block.
-
-        Asynchronous scheduling may have run a step after the last token. Drafts leave states in blocks of their own,
-        and only the device knows the accepted drafts.
-        """
-        drafted = self._setup.drafts_states and request.num_output_tokens > 1
-        return drafted or bool(request.num_computed_tokens != request.num_tokens - 1)
 
 
 def decline(port: SchedulerPort, reference: str, prompt: Prompt = Prompt.unknown) -> KvferryError | None:

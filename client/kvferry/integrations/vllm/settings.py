@@ -38,10 +38,8 @@ ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class ConnectorSettings:
-    """The settings of the connector, equal in all processes of an engine; docs/vllm.md explains each.
-
-    The objects are those of `Client`, written as JSON objects with the same fields; files are paths.
-    """
+    """The settings of the connector, equal in all processes of an engine; docs/vllm.md explains each. The objects are
+    those of `Client`, written as JSON objects with the same fields; files are paths."""
 
     address: str
     role: Literal["prefill", "decode", "both"] | None = None
@@ -62,17 +60,12 @@ class ConnectorSettings:
 
     def __post_init__(self) -> None:
         if not self.address:
-            raise InvalidField(
-                "address", "", f"the node server's address, in kv_connector_extra_config or {ADDRESS_VARIABLE}"
-            )
+            expected = f"the node server's address, in kv_connector_extra_config or {ADDRESS_VARIABLE}"
+            raise InvalidField("address", "", expected)
 
     @classmethod
     def of(cls, extra: Mapping[str, object]) -> ConnectorSettings:
-        """Convert ``kv_connector_extra_config``.
-
-        Raises:
-            InvalidField: a key is unknown, or a value is wrong; `field` is the key, with dots inside objects.
-        """
+        """Convert ``kv_connector_extra_config``. Errors as `made`."""
         given = {str(key): value for key, value in extra.items()}
         for key in given.keys() & OF_NIXL_CONNECTOR.keys():
             raise InvalidField(key, shown(given[key]), f"no key of NixlConnector; kvferry has {OF_NIXL_CONNECTOR[key]}")
@@ -80,19 +73,11 @@ class ConnectorSettings:
         return made(cls, given)
 
     def role_of(self, kv_role: str) -> str:
-        """Return the engine's role: "prefill", "decode" or "both".
-
-        Raises:
-            InvalidField: the engine would read, and is not a consumer to vLLM. vLLM would then reuse blocks to which a
-                running step still writes, and the step would overwrite the bytes of a read.
-        """
+        """Return the engine's role: "prefill", "decode" or "both". Raises `InvalidField`: the engine would read, and is
+        not a consumer to vLLM, which would then reuse blocks to which a running step still writes."""
         if self.role in ("decode", "both") and kv_role == "kv_producer":
-            raise InvalidField(
-                "role",
-                self.role,
-                "prefill, because kv_role is kv_producer: only of consumers does vLLM keep blocks back until steps that"
-                " write to them have ended",
-            )
+            why = "only of consumers does vLLM keep blocks back until steps that write to them have ended"
+            raise InvalidField("role", self.role, f"prefill, because kv_role is kv_producer: {why}")
         return self.role or ROLES[kv_role]
 
     def client(self) -> Client:
@@ -124,27 +109,19 @@ def check_supported(vllm_config: Any, device_type: str) -> None:
         raise InvalidField("version of vLLM", __version__, "0.31.0 or newer")
     buffer = vllm_config.kv_transfer_config.kv_buffer_device
     if buffer != device_type:
-        raise InvalidField(
-            "kv_buffer_device",
-            buffer,
-            f"{device_type!r}, or nothing: the cache is read where it is, and no copy is made in a buffer elsewhere",
-        )
+        expected = f"{device_type!r}, or nothing: the cache is read where it is, and no copy is made in a buffer"
+        raise InvalidField("kv_buffer_device", buffer, f"{expected} elsewhere")
     if vllm_config.aux_output_config.enable_return_routed_experts:
-        raise InvalidField(
-            "enable_return_routed_experts",
-            True,
-            "False: decode does not compute the prompt, so it cannot say which experts did, and they are not published",
-        )
+        expected = "False: decode does not compute the prompt, so it cannot say which experts did"
+        raise InvalidField("enable_return_routed_experts", True, f"{expected}, and they are not published")
     model = vllm_config.model_config
     if model is None:
         return
     if model.runner_type == "pooling":
-        raise InvalidField(
-            "runner", "pooling", "generate: models for embeddings, scores and classes decode nothing, so nobody reads"
-        )
+        expected = "generate: models for embeddings, scores and classes decode nothing, so nobody reads"
+        raise InvalidField("runner", "pooling", expected)
     if model.enable_sleep_mode:
         raise InvalidField("enable_sleep_mode", True, "False: a sleeping engine unmaps memory that others read")
     if model.is_encoder_decoder:
-        raise InvalidField(
-            "model", str(model.model), "a decoder: caches of cross-attention are not published (nor does vLLM allow it)"
-        )
+        expected = "a decoder: caches of cross-attention are not published (nor does vLLM allow it)"
+        raise InvalidField("model", str(model.model), expected)

@@ -13,11 +13,9 @@ from kvferry.integrations.vllm.metrics import METRICS, REASONS
 
 
 class KvferryStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts and measurements of one interval, for all ranks together: only the scheduler counts.
-
-    The data has, by the keys of `METRICS`, numbers, lists of measurements and, under `REASONS`, numbers by name; keys
-    without events are missing. The data passes through msgpack between vLLM's processes.
-    """
+    """Counts and measurements of one interval, for all ranks together: only the scheduler counts. The data has, by the
+    keys of `METRICS`, numbers, lists of measurements and, under `REASONS`, numbers by name; keys without events are
+    missing. It passes through msgpack between vLLM's processes."""
 
     data: dict[str, Any]
 
@@ -87,13 +85,10 @@ class KvferryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._made: dict[str, Any] = {}
         for key, (metric, _) in METRICS.items():
             labels = [*labelnames, *metric.labels]
+            make, more = self._counter_cls, {}
             if metric.kind == "histogram":
-                made = self._histogram_cls(
-                    metric.full_name, metric.documentation, buckets=metric.bounds, labelnames=labels
-                )
-            else:
-                made = self._counter_cls(metric.full_name, metric.documentation, labelnames=labels)
-            self._made[key] = made
+                make, more = self._histogram_cls, {"buckets": metric.bounds}
+            self._made[key] = made = make(metric.full_name, metric.documentation, labelnames=labels, **more)
             # All series exist from the first scrape on, because an alert must see the first event.
             for values in per_engine_labelvalues.values():
                 for own in [[value] for value in metric.values] if metric.labels else [[]]:

@@ -54,12 +54,9 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """The workers' message to the scheduler.
-
-    vLLM builds the message when a step is queued, and sends it with the step's output. By then the device has computed
-    more, usually the step itself. So the message gets its rank's progress as late as possible: when it is pickled, or
-    read in the same process.
-    """
+    """The workers' message to the scheduler. vLLM builds it when a step is queued, and sends it with the step's output.
+    By then the device has computed more, usually the step itself. So the message gets its rank's progress as late as
+    possible: when it is pickled, or read in the same process."""
 
     outputs: list[WorkerOutput] = field(default_factory=list)  # of the workers' ports
     registered: set[int] = field(default_factory=set)  # ranks whose caches are registered

@@ -19,8 +19,8 @@ from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec, ge
 from kvferry import EngineGeometry, Group, Interval, RankGeometry, plan_read
 from kvferry.errors import Incompatible, InvalidField
 from kvferry.geometry.tensors import Holding
-from kvferry.integrations.vllm.layouts.backends import BACKENDS, Proof, family_of, layer_planes
-from kvferry.integrations.vllm.layouts.orders import Layer, backend_of
+from kvferry.integrations.vllm.layouts.attention import BACKENDS, Proof, family_of, layer_planes
+from kvferry.integrations.vllm.shards import Layer, backend_of
 from tests.support.vllm_versions import MISSING_BACKENDS, MISSING_MEMBERS
 
 NAME = "model.layers.0.self_attn.attn"

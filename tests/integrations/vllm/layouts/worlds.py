@@ -21,8 +21,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvferry import Blocks, EngineGeometry, Group, GroupKind, Interval, RankGeometry
 from kvferry.geometry.tensors import Holding
-from kvferry.integrations.vllm.layouts.backends import layer_planes
-from kvferry.integrations.vllm.layouts.orders import Layer
+from kvferry.integrations.vllm.layouts.attention import layer_planes
+from kvferry.integrations.vllm.shards import Layer
 from kvferry.planner import Path
 from tests.integrations.vllm.layouts.moving import move
 

@@ -12,30 +12,23 @@ vllm/distributed/kv_transfer/kv_connector/v1/ssm_conv_transfer_utils.py, ``Mamba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
+import torch
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-from vllm.utils.torch_utils import get_dtype_size
 
 from kvferry.errors import BadGeometry, InvalidField
 from kvferry.geometry.plane import Interval, Plane
-from kvferry.geometry.tensors import Part, TensorView, planes_of_tensor, view_of
-from kvferry.integrations.vllm.layouts.orders import Layer
+from kvferry.geometry.tensors import Part, planes_of_tensor, view_of
+from kvferry.integrations.vllm.shards import Layer
 
 _GROUP_COUNTS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
 """Names of the number of Mamba-2's groups in configurations of models."""
 
 
 def state_planes(layer: Layer) -> tuple[Plane, ...]:
-    """Return the planes of a layer with a recurrent state.
-
-    Raises:
-        InvalidField: a kind of state whose parts are not known.
-        BadGeometry: the tensor contradicts the spec.
-    """
+    """Return the planes of a layer with a recurrent state. Errors as `layer_planes`."""
     kind, states = layer.spec.mamba_type.name, _states(layer)
     if kind in ("MAMBA1", "MAMBA2", "GDN_ATTN") and len(states) == 2:
         return _convolution(layer, states[0]) + _by_head(layer, states[1])
@@ -47,68 +40,52 @@ def state_planes(layer: Layer) -> tuple[Plane, ...]:
     raise InvalidField(f"state of {layer.name}", f"{kind} with {len(states)} tensors", known)
 
 
-def _states(layer: Layer) -> list[TensorView]:
+def _states(layer: Layer) -> list[torch.Tensor]:
     """Return views of a layer's states in its bytes."""
-    pages, sizes = view_of(layer.cache), [get_dtype_size(dtype) for dtype in layer.spec.dtypes]
-    lengths = [prod(shape) * size for shape, size in zip(layer.spec.shapes, sizes, strict=True)]
-    if pages.itemsize != 1 or len(pages.shape) != 4 or pages.shape[1:] != (1, 1, sum(lengths)):
-        raise BadGeometry(f"layer {layer.name}", f"states of {lengths} bytes in {pages.described}")
-    found, offset = [], 0
-    for shape, dtype, size, length in zip(layer.spec.shapes, layer.spec.dtypes, sizes, lengths, strict=True):
-        inner = tuple(prod(shape[axis + 1 :]) * size for axis in range(len(shape)))
-        state = replace(
-            pages,
-            address=pages.address + offset,
-            shape=(pages.shape[0], *shape),
-            strides=(pages.strides[0], *inner),
-            itemsize=size,
-            dtype=str(dtype).removeprefix("torch."),
-        )
-        found.append(state)
-        offset += length
-    return found
+    lengths = [prod(shape) * dtype.itemsize for shape, dtype in zip(layer.spec.shapes, layer.spec.dtypes, strict=True)]
+    if layer.cache.itemsize != 1 or layer.cache.shape[1:] != (1, 1, sum(lengths)):
+        found = view_of(layer.cache).described
+        raise BadGeometry(f"layer {layer.name}", f"states of {lengths} bytes in {found}")
+    pieces = torch.split(layer.cache[:, 0, 0], lengths, dim=1)
+    return [
+        piece.view(dtype).view(-1, *shape)
+        for piece, dtype, shape in zip(pieces, layer.spec.dtypes, layer.spec.shapes, strict=True)
+    ]
 
 
-def _by_head(layer: Layer, state: TensorView) -> tuple[Plane, ...]:
+def _by_head(layer: Layer, state: torch.Tensor) -> tuple[Plane, ...]:
     """Return the plane of a state that ranks divide by its first axis: heads, or channels of Mamba-1."""
     axes = ("block", "head", *("content" for _ in state.shape[2:]))
     return planes_of_tensor(state, axes, layer.group, layer.name, ("ssm",), layer.heads)
 
 
-def _convolution(layer: Layer, state: TensorView) -> tuple[Plane, ...]:
-    """Return the planes of a convolution's last inputs."""
+def _convolution(layer: Layer, state: torch.Tensor) -> tuple[Plane, ...]:
+    """Return the planes of a convolution's last inputs, one for each projection that ranks divide separately."""
     axes = ("block", "channel", "row") if is_conv_state_dim_first() else ("block", "row", "channel")
-    parts = _projections(layer, state.shape[axes.index("channel")])
+    ranks, rank = _share(layer)
+    parts: list[Part] = []
+    begin = 0
+    for name, size, alike in _projections(layer, state.shape[axes.index("channel")]):
+        first, axis = (0, size) if alike else (rank * size, ranks * size)
+        channels, units = Interval(begin, begin + size), Interval(first, first + size)
+        parts.append(Part(name, channels=channels, units=units, axis_size=axis))
+        begin += size
     return planes_of_tensor(state, axes, layer.group, layer.name, parts, layer.heads)
 
 
-def _projections(layer: Layer, channels: int) -> Sequence[Part]:
-    """Return the projections of a convolution's input, with the channels of each that this rank holds."""
+def _projections(layer: Layer, channels: int) -> list[tuple[str, int, bool]]:
+    """Return the projections of a convolution's input: name, channels on this rank, whether all ranks hold the same."""
     kind, shape = layer.spec.mamba_type.name, layer.spec.shapes[-1]
     if kind in ("MAMBA1", "SHORT_CONV"):
-        return _parts(layer, channels, [("conv_x", channels, False)])
+        return [("conv_x", channels, False)]
     by_head = int(shape[0]) * int(shape[1])
     rest, odd = divmod(channels - by_head, 2)
     if odd or rest < 1:
         raise BadGeometry(f"layer {layer.name}", f"{channels} channels of a convolution for a state of {tuple(shape)}")
     if kind == "GDN_ATTN":
-        return _parts(layer, channels, [("conv_q", rest, False), ("conv_k", rest, False), ("conv_v", by_head, False)])
+        return [("conv_q", rest, False), ("conv_k", rest, False), ("conv_v", by_head, False)]
     alike = _one_group(layer, rest // int(shape[2]))
-    return _parts(layer, channels, [("conv_x", by_head, False), ("conv_b", rest, alike), ("conv_c", rest, alike)])
-
-
-def _parts(layer: Layer, channels: int, projections: Sequence[tuple[str, int, bool]]) -> list[Part]:
-    """Return parts of a convolution from their names, channels on this rank, and whether all ranks hold the same."""
-    ranks, rank = _share(layer)
-    found, begin = [], 0
-    for name, size, alike in projections:
-        first, axis = (0, size) if alike else (rank * size, ranks * size)
-        part = Part(name, channels=Interval(begin, begin + size), units=Interval(first, first + size), axis_size=axis)
-        found.append(part)
-        begin += size
-    if begin != channels:
-        raise BadGeometry(f"layer {layer.name}", f"{channels} channels of a convolution, not {begin}")
-    return found
+    return [("conv_x", by_head, False), ("conv_b", rest, alike), ("conv_c", rest, alike)]
 
 
 def _share(layer: Layer) -> tuple[int, int]:
@@ -120,10 +97,8 @@ def _share(layer: Layer) -> tuple[int, int]:
 
 
 def _one_group(layer: Layer, here: int) -> bool:
-    """Return whether all ranks hold the same group of B and C, which is so if the model has only one group.
-
-    The shape does not show whether the group of each rank is the only one of the model.
-    """
+    """Return whether all ranks hold the same group of B and C, because the model has only one. The shape shows only how
+    many are here."""
     ranks, _ = _share(layer)
     if ranks == 1:
         return False
