@@ -193,16 +193,13 @@ def vllm_nvfp4(
         scale = width // 9
         if view.itemsize != 1 or slots != 2 * heads or width % 9:
             raise BadGeometry(f"layer {layer}", f"no K and V of {heads} heads as values and scales in {view.described}")
-        page = view.merge_tail(1, (slots * tokens * width,))
-        side = heads * tokens * width
-        for component, begin in (("key", 0), ("value", side)):
-            for name, size, offset in (
-                (component, width - scale, 0),
-                (f"{component}_scale", scale, side - heads * tokens * scale),
-            ):
-                cells = _inside(page, begin + offset, (heads, tokens, size))
-                part = Part(name) if size != scale else Part(name, format=scales, token_granule=0)
+        page, begin = view.merge_tail(1, (slots * tokens * width,)), 0
+        for side in ("key", "value"):
+            of_scales = Part(f"{side}_scale", format=scales, token_granule=0)
+            for part, size in ((Part(side), width - scale), (of_scales, scale)):
+                cells = _inside(page, begin, (heads, tokens, size))
                 found += planes_of_tensor(cells, CELLS, group, layer, (part,), holding)
+                begin += heads * tokens * size
     return tuple(found)
 
 

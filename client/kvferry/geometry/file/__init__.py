@@ -56,13 +56,19 @@ def _load(path: str | PathLike[str]) -> EngineGeometry:
 def parse(value: object) -> EngineGeometry:
     """The engine that a geometry document, the value of `json.loads`, describes. Raises the errors of `load`."""
     try:
+        from pydantic import ValidationError
+
         from kvferry.geometry.file.build import build_engine
-        from kvferry.geometry.file.fields import GeometryFile
+        from kvferry.geometry.file.fields import GeometryFile, refusal
     except ModuleNotFoundError as error:
         if error.name != "pydantic":
             raise
         raise InvalidField("geometry file", "not read", "pydantic, from: pip install 'kvferry[plan]'") from None
-    return build_engine(GeometryFile.read(value))
+    try:
+        file = GeometryFile.model_validate(value)
+    except ValidationError as error:
+        raise refusal(error, value) from None
+    return build_engine(file)
 
 
 def rank_bytes(rank: RankGeometry) -> int:

@@ -9,7 +9,7 @@ import re
 import reprlib
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -84,9 +84,6 @@ Granule = Literal["page"] | Annotated[int, Field(ge=1, le=1 << 20)]
 Order = Annotated[list[Axis], AfterValidator(_whole_order)]
 
 
-D = TypeVar("D", bound="Described")
-
-
 @dataclass(frozen=True, slots=True)
 class Never:
     """Fields that an object must not have if `field` is given or, with a `value`, if `field` has (with `unless`, has
@@ -118,7 +115,7 @@ class Described(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _has_no_refused_field(self: D) -> D:
+    def _has_no_refused_field(self) -> Described:
         for rule in self.never:
             holds = getattr(self, rule.field) == rule.value if rule.value else rule.field in self.model_fields_set
             given = [name for name in rule.names if name in self.model_fields_set]
@@ -129,14 +126,6 @@ class Described(BaseModel):
     def given(self, kind: type[Described]) -> dict[str, Any]:
         """The fields of `kind` that the file gives in this object."""
         return {name: getattr(self, name) for name in kind.model_fields if name in self.model_fields_set}
-
-    @classmethod
-    def read(cls: type[D], document: object) -> D:
-        """Check a document; raises `InvalidField` for a mistake."""
-        try:
-            return cls.model_validate(document)
-        except ValidationError as error:
-            raise _refusal(error, document) from None
 
 
 _PHRASES = {
@@ -149,7 +138,7 @@ _PHRASES = {
 _AROUND = re.compile(r"^\w+ should (be |have )?|^Value error, | after validation, not \d+")
 
 
-def _refusal(error: ValidationError, document: object) -> InvalidField:
+def refusal(error: ValidationError, document: object) -> InvalidField:
     """The first mistake. A field that may have several types has an error for each type, at the same path."""
     found: dict[str, tuple[object, list[str]]] = {}
     for detail in error.errors(include_url=False):
