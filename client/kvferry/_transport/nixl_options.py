@@ -1,4 +1,4 @@
-"""All options of NIXL and of UCX below it, each with its reason. Pure: imports neither."""
+"""The options of NIXL and of UCX that can be chosen, each with its reason. Pure: imports neither."""
 
 from __future__ import annotations
 

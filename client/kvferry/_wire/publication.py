@@ -1,6 +1,7 @@
 """A publication as messages: its step as readers get it, its hint, and what both tell beside the blocks.
 
-Only this module and `Publish` name the fields that a source tells its readers; every other layer passes on a `Told`.
+In the client, only this module and `Publish` name the fields that a source tells its readers; other layers pass on a
+`Told`.
 """
 
 from __future__ import annotations
