@@ -171,7 +171,7 @@ async def running(directory: Path, limits: Limits | None = None, *, new: bool = 
         clock.pass_by(1000)
     worker, relays = Worker(), Relays(ADVERTISE, None, anywhere=False)
     guard = Guard(1024, 8192, TRUSTED, Requests(worker, home.time_slices))
-    server = Server(SERVER_OPTIONS)
+    server: Any = Server(SERVER_OPTIONS)  # grpcio's class has no types
     add_servicers(server, home, relays, worker)
     server.offer(guard)
     address = f"unix:{directory / 's'}"

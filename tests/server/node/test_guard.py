@@ -90,7 +90,7 @@ async def guarded(
     most: int = 1024, socket: Path | None = None
 ) -> AsyncIterator[tuple[KVTransferAsyncStub, Servicer, Guard, Any]]:
     guard, servicer = Guard(most, most, TRUSTED, Requests(Worker(), TimeSlices())), Servicer()
-    server = Server(SERVER_OPTIONS)
+    server: Any = Server(SERVER_OPTIONS)  # grpcio's class has no types
     add_KVTransferServicer_to_server(servicer, server)
     server.offer(guard)
     port = server.add_insecure_port("127.0.0.1:0" if socket is None else f"unix:{socket}")
