@@ -142,7 +142,7 @@ def test_an_abort_that_never_reached_its_home_is_sent_to_the_next(
 
     monkeypatch.setattr(Control, "notify", call)
     # A restarted home releases nothing before the leases that it does not know have ended.
-    with Fabric(ttl=0.5, max_ttl=0.5) as fabric:
+    with Fabric(ttl=10.0, max_ttl=10.0) as fabric:
         publication, abort, released = engine(fabric)
         abort()
         assert failed.wait(SOON)
@@ -151,6 +151,7 @@ def test_an_abort_that_never_reached_its_home_is_sent_to_the_next(
         found: list[Any] = []
 
         def told() -> bool:
+            fabric.advance(1.0)
             found.extend(released())
             return bool(found)
 

@@ -101,7 +101,7 @@ def test_reads_fail_only_where_asked_to(fabric: Fabric) -> None:
 
 
 def test_a_lease_ends_while_bytes_are_under_way() -> None:
-    with Fabric(ttl=1.5, max_ttl=1.5, hold=1.5) as fabric:
+    with Fabric(ttl=10.0, max_ttl=10.0, hold=10.0) as fabric:
         prefill, decode = Engine(fabric, "p"), Engine(fabric, "d", optimistic=False)
         publication = prefill.publish(VALUES, THEIRS)
         with fabric.hold_reads() as held:
@@ -109,11 +109,13 @@ def test_a_lease_ends_while_bytes_are_under_way() -> None:
             held.wait()
             # The lease is not renewed any more.
             fabric.stop_home()
+            fabric.advance(12.0)
             error = read.exception(SOON)
             assert isinstance(error, TransferExpired)
             assert not error.quiet
         assert read.wait_quiet(SOON)
         fabric.start_home()
+        fabric.advance(24.0)
         assert prefill.outcome(publication).name == "UNREAD"
 
 
@@ -204,7 +206,7 @@ def test_an_engine_that_died_is_unknown_after_its_ttl() -> None:
 
 
 def test_a_reader_that_died_pins_the_source_until_its_lease_ends() -> None:
-    with Fabric(ttl=0.5, max_ttl=0.5, hold=0.1) as fabric:
+    with Fabric(ttl=10.0, max_ttl=10.0, hold=0.1) as fabric:
         prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
         publication = prefill.publish(VALUES, THEIRS)
         with fabric.hold_reads() as held:
@@ -212,6 +214,7 @@ def test_a_reader_that_died_pins_the_source_until_its_lease_ends() -> None:
             held.wait()
             for client in (decode.scheduler, *decode.workers):
                 fabric.kill(client)
+            fabric.advance(12.0)
             assert prefill.outcome(publication).name == "UNREAD"
         assert not decode.holds(VALUES, MINE)
 

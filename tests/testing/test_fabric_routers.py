@@ -3,7 +3,6 @@ every end."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -69,15 +68,12 @@ def test_a_reader_that_asks_first_gets_the_blocks(fabric: Fabric) -> None:
 
 def test_a_reader_may_wait_for_longer_than_a_lease_lasts() -> None:
     """Its lease begins when the publication comes."""
-    # So long that a busy machine reads in it.
-    ttl = 0.8
-    with Fabric(ttl=ttl, max_ttl=ttl) as fabric:
+    with Fabric(ttl=10.0, max_ttl=10.0) as fabric:
         prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
         reference = made(fabric)
         (read,) = decode.read(reference, MINE)
         fabric.wait_until_waiting()
-        # This is about time that passes.
-        threading.Event().wait(1.25 * ttl)
+        fabric.advance(12.5)
         publish(prefill, reference)
         assert read.result(SOON).confirmed
         assert decode.holds(VALUES, MINE)
