@@ -36,7 +36,7 @@ def server() -> Iterator[KvferryBootstrapServer]:
 
 
 def test_decode_finds_the_instance_that_rank_0_has_registered(server: KvferryBootstrapServer) -> None:
-    address = f"127.0.0.1:{server.port}"
+    address = f"127.0.0.1:{server.server_port}"
     sources = Sources()
     until(lambda: "503" in sources.get(address)[1])
     register_source(f"http://{address}", SOURCE)
@@ -61,7 +61,7 @@ def test_instances_with_ipv6_addresses_find_each_other() -> None:
     except OSError:
         pytest.skip("this machine has no IPv6")
     try:
-        address = f"[::1]:{started.port}"
+        address = f"[::1]:{started.server_port}"
         register_source(f"http://{address}", SOURCE)
         sources = Sources()
         until(lambda: sources.get(address)[0] == SOURCE)
@@ -70,7 +70,7 @@ def test_instances_with_ipv6_addresses_find_each_other() -> None:
 
 
 def test_an_instance_that_was_forgotten_is_asked_again(server: KvferryBootstrapServer) -> None:
-    address = f"127.0.0.1:{server.port}"
+    address = f"127.0.0.1:{server.server_port}"
     sources = Sources()
     register_source(f"http://{address}", SOURCE)
     until(lambda: sources.get(address)[0] == SOURCE)
@@ -98,7 +98,7 @@ def test_sources_do_not_wait_for_an_answer() -> None:
 
 
 def answered(server: KvferryBootstrapServer, method: str, path: str, body: bytes | None = None) -> int:
-    asked = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", body, method=method)
+    asked = urllib.request.Request(f"http://127.0.0.1:{server.server_port}{path}", body, method=method)
     try:
         with urllib.request.urlopen(asked, timeout=5) as answer:
             return int(answer.status)
@@ -129,7 +129,7 @@ def test_malformed_source_is_refused(server: KvferryBootstrapServer, body: bytes
 
 def test_malformed_content_lengths_are_answered(server: KvferryBootstrapServer) -> None:
     for length in ("\xb2", "9" * 5000, "-1", ""):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as peer:
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=5) as peer:
             peer.sendall(f"PUT /kvferry HTTP/1.0\r\nContent-Length: {length}\r\n\r\n".encode("latin-1"))
             assert b" 400 " in peer.recv(100)
 

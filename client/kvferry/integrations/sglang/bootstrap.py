@@ -100,10 +100,6 @@ class KvferryBootstrapServer(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
         threading.Thread(target=self.serve_forever, name="kvferry-bootstrap", daemon=True).start()
 
-    @property
-    def port(self) -> int:
-        return int(self.server_address[1])
-
     def close(self) -> None:
         self.shutdown()
         self.server_close()

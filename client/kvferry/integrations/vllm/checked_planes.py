@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
 from kvferry.errors import InvalidField, LayoutMismatch
 from kvferry.geometry.plane import Plane
 from kvferry.geometry.tensors import view_of
-from kvferry.integrations.vllm.layouts.attention import family_of, layer_planes
+from kvferry.integrations.vllm.layouts.attention import Proof, family_of, layer_planes
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.shards import Layer, RankPlace, layers_of
 from kvferry.testing.layout import CheckedLayout, Tokens, WriteTokens, check_layout
@@ -68,7 +68,7 @@ def checked_planes(
     reasons = {name: kind.unwritten for kind in self_check(layers, planes) for name in kind.layers}
     for layer in layers:
         # A state's spec alone describes its parts, and was compared with the module's own tensors.
-        if isinstance(layer.spec, MambaSpec) or (family := family_of(layer)).proven:
+        if isinstance(layer.spec, MambaSpec) or (family := family_of(layer)).proof is Proof.KERNEL:
             continue
         if reason := reasons[layer.name]:
             found = f"{family.name}, backend {layer.backend.rpartition('.')[2]}"

@@ -63,8 +63,7 @@ class ConnectorScheduler:
             timeout=settings.start_timeout,
         )
         self._stats = KvferryStats()
-        self._sums: list[Summed] = []
-        """Published blocks that the workers will sum, in integrity mode."""
+        self._sums: list[Summed] = []  # published blocks that the workers will sum, in integrity mode
         self._sending = Sending(setup, self._port, cache, self._sums, self._stats.count)
         self._answers = Answers(setup, self._port, cache, self._sending.answer)
         self._prefixes = Prefixes(setup, self._port, cache, self._client.directory, self._stats.count)
@@ -74,8 +73,7 @@ class ConnectorScheduler:
         self._had: dict[str, None] = {}
         """References whose blocks are, or were, in vLLM's prefix cache. A sample that comes after its reference was
         forgotten asks for a publication that was released."""
-        self._mistaken: dict[str, None] = {}
-        """References that came with another prompt than that of their publications."""
+        self._mistaken: dict[str, None] = {}  # references that came with another prompt than their publications'
         self._registered: set[int] = set()
         self._starts: list[Grant] = []
         self._incarnation = self._port.token.incarnation
@@ -325,11 +323,9 @@ class ConnectorScheduler:
 
     def take_stats(self) -> KvferryStats | None:
         """Return the counts since the last call; None: there are none."""
-        if self._stats.is_empty():
-            return None
         stats = KvferryStats(self._stats.data)
         self._stats.reset()
-        return stats
+        return None if stats.is_empty() else stats
 
     def close(self) -> None:
         self._port.close()

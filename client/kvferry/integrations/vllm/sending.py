@@ -81,8 +81,7 @@ class Sending:
         self._ranks = dict.fromkeys(range(setup.spec.num_ranks), StepsDone(0, 0))
         self._everywhere = StepsDone(0, 0)  # the progress of the slowest rank
         self._requests: dict[str, OutgoingRequest] = {}  # that have not finished
-        self._unpublished: dict[OutgoingRequest, None] = {}
-        """Requests that have parts, so that a step costs nothing for the others."""
+        self._unpublished: dict[OutgoingRequest, None] = {}  # that have parts: a step costs nothing for the others
         self._published: dict[int, OutgoingRequest] = {}
         """By the numbers of their publications, until the release: a client may use a request_id again before."""
         self._used: dict[str, None] = {}

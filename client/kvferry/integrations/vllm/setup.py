@@ -247,7 +247,8 @@ def block_tables(vllm_config: Any, kv_cache_config: Any) -> tuple[BlockTable, ..
             raise InvalidField("KV-cache group", "HiSparse", "blocks on the device: these are in host memory")
     found: list[BlockTable] = []
     seen: Counter[str] = Counter()
-    for index, listed in transferred(kv_cache_config):
+    for index in kv_cache_config.transfer_group_ids:
+        listed = kv_cache_config.kv_cache_groups[index]
         # The scheduler has only the first spec.
         spec = listed.kv_cache_spec
         first = next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
@@ -259,11 +260,6 @@ def block_tables(vllm_config: Any, kv_cache_config: Any) -> tuple[BlockTable, ..
         seen[kept] += 1
         found.append(_table(index, name, first, vllm_config, kv_cache_config.num_blocks))
     return tuple(found)
-
-
-def transferred(kv_cache_config: Any) -> list[tuple[int, Any]]:
-    """Return the transferred groups with their numbers."""
-    return [(index, kv_cache_config.kv_cache_groups[index]) for index in kv_cache_config.transfer_group_ids]
 
 
 def layer_spec(listed: Any, name: str) -> Any:

@@ -15,7 +15,7 @@ from kvferry.errors import InvalidField
 from kvferry.geometry.model import Group
 from kvferry.geometry.plane import Interval, TokenShard
 from kvferry.geometry.tensors import Holding
-from kvferry.integrations.vllm.setup import BlockTable, layer_spec, token_shards, transferred
+from kvferry.integrations.vllm.setup import BlockTable, layer_spec, token_shards
 
 DRAFT_PREFIX = "draft_model."
 """vLLM's prefix of the layers of a draft model of its own."""
@@ -90,7 +90,8 @@ def layers_of(
     """Return the layers of a rank, ordered by group. Layers that share the cache of another are in no group; layers of
     other pipeline stages have no tensor here."""
     found: list[Layer] = []
-    for table, (_, listed) in zip(tables, transferred(kv_cache_config), strict=True):
+    for table in tables:
+        listed = kv_cache_config.kv_cache_groups[table.index]
         for name in listed.layer_names:
             if name in kv_caches:
                 spec = layer_spec(listed, name)

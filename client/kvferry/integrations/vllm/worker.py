@@ -79,11 +79,9 @@ class ConnectorWorker:
         self._news = WorkerNews()
         self._steps = DeviceSteps(None)
         self._fence: Callable[[], None] | None = None
-        self._told = 0
-        """A computed step; the scheduler has received this step or a later one."""
+        self._told = 0  # a computed step; the scheduler has received this step or a later one
         self._waits = False
-        self._asked = False
-        """Whether the scheduler waits for the end of this step."""
+        self._asked = False  # whether the scheduler waits for the end of this step
 
     def register(self, kv_caches: Mapping[str, Tensor], planes: Sequence[Plane]) -> None:
         """Register the caches of this rank with NIXL, and make its agents. Waits; raises `KvferryError`.

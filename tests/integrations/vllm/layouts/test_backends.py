@@ -114,9 +114,9 @@ def test_an_unknown_spec_is_refused_by_name() -> None:
 
 
 def test_proof_needs_a_cache_that_vllms_own_code_wrote() -> None:
-    proven = family_of(layer(spec(), TRITON))
-    assert (proven.proven, proven.proof) == (True, Proof.KERNEL)
-    assert not family_of(layer(spec(), "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend")).proven
+    assert family_of(layer(spec(), TRITON)).proof is Proof.KERNEL
+    unproven = family_of(layer(spec(), "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"))
+    assert unproven.proof is not Proof.KERNEL
 
 
 def engine(name: str, cache_dtype: str, scale: float) -> EngineGeometry:

@@ -177,45 +177,37 @@ class Family:
     planes: Callable[[Layer], Planes]
     proof: Proof
 
-    @property
-    def proven(self) -> bool:
-        return self.proof is Proof.KERNEL
-
 
 KERNEL, PORT, REFERENCE, SOURCE = Proof
 
 
-def _families(name: str, planes: Callable[[Layer], Planes], **proofs: Proof) -> dict[str, Family]:
-    """Return families by content. Contents with slots of K and V are written with a space, not an underscore."""
-    contents = {content.replace("_slots", " slots"): proof for content, proof in proofs.items()}
-    return {content: Family(f"{name}, {content}", planes, proof) for content, proof in contents.items()}
+def _families(name: str, planes: Callable[[Layer], Planes], proofs: Mapping[str, Proof]) -> dict[str, Family]:
+    """Return families by content."""
+    return {content: Family(f"{name}, {content}", planes, proof) for content, proof in proofs.items()}
 
 
 def _packed(plain: Proof, fp8: Proof = SOURCE) -> dict[str, Family]:
-    return _families("K and V in each content", packed, plain=plain, fp8=fp8)
+    return _families("K and V in each content", packed, {"plain": plain, "fp8": fp8})
 
 
 def _slots(name: str, planes: Callable[[Layer], Planes], plain: Proof, fp8: Proof = SOURCE) -> dict[str, Family]:
-    return _families(name, planes, plain_slots=plain, fp8_slots=fp8)
+    return _families(name, planes, {"plain slots": plain, "fp8 slots": fp8})
 
 
 def _latent(plain: Proof = SOURCE) -> dict[str, Family]:
-    return _families("latent and rope", latent_and_rope, plain=plain, fp8=SOURCE)
+    return _families("latent and rope", latent_and_rope, {"plain": plain, "fp8": SOURCE})
 
 
 def _packed_latent(proof: Proof) -> dict[str, Family]:
-    name = "latent, scales and rope in a cell"
-    return _families(name, latent_cells, fp8_ds_mla=proof, nvfp4_ds_mla=proof)
+    return _families("latent, scales and rope in a cell", latent_cells, {"fp8_ds_mla": proof, "nvfp4_ds_mla": proof})
 
 
 _CELLS = _families(
     "values and scales in a cell",
     cells,
-    int8_per_token_head=KERNEL,
-    fp8_per_token_head=KERNEL,
-    int4_per_token_head=KERNEL,
+    {"int8_per_token_head": KERNEL, "fp8_per_token_head": KERNEL, "int4_per_token_head": KERNEL},
 )
-_NVFP4 = _families("values, then scales, of K and of V", nvfp4_pages, nvfp4=REFERENCE)
+_NVFP4 = _families("values, then scales, of K and of V", nvfp4_pages, {"nvfp4": REFERENCE})
 
 _V1 = "vllm.v1.attention.backends"
 
@@ -243,7 +235,9 @@ BACKENDS: Mapping[str, Mapping[str, Family]] = {
         "slots of K and of V", two_slots, KERNEL, KERNEL
     ),
     f"{_V1}.b12x.B12xPagedAttentionBackend": _slots("slots of K and of V", two_slots, PORT),
-    f"{_V1}.cpu_attn.CPUAttentionBackend": _families("pages of the CPU's kernel", cpu_pages, plain=KERNEL, fp8=SOURCE),
+    f"{_V1}.cpu_attn.CPUAttentionBackend": _families(
+        "pages of the CPU's kernel", cpu_pages, {"plain": KERNEL, "fp8": SOURCE}
+    ),
     # A latent for all heads.
     f"{_V1}.mla.triton_mla.TritonMLABackend": _latent(),
     f"{_V1}.mla.flashmla.FlashMLABackend": _latent(REFERENCE),
@@ -261,7 +255,7 @@ BACKENDS: Mapping[str, Mapping[str, Family]] = {
     f"{_V1}.mla.flashinfer_mla_sparse.FlashInferMLASparseSM120Backend": {**_latent(), **_packed_latent(SOURCE)},
     f"{_V1}.mla.flashinfer_mla_sparse_sm90.FlashInferMLASparseSM90Backend": _latent(),
     f"{_V1}.mla.rocm_aiter_mla_sparse.ROCMAiterMLASparseBackend": _latent(),
-    f"{_V1}.mla.indexer.DeepseekV32IndexerBackend": _families("keys, then scales", index_pages, plain=PORT),
+    f"{_V1}.mla.indexer.DeepseekV32IndexerBackend": _families("keys, then scales", index_pages, {"plain": PORT}),
 }
 
 # By name, since older versions of vLLM lack some. Derived specs are not accepted: their bytes may mean something else.
