@@ -74,17 +74,28 @@ class Certificates(TlsFiles):
                 # Go on whatever the files hold: later files are still to be read.
                 logger.exception("the TLS files could not be read; the certificate stays as it was")
 
-    def _validity(self) -> Validity | None:
+    def _validity(self) -> Validity:
         wall = self._wall_clock()
         # Clients would refuse a new certificate that is not valid now, but accept the current one. It is tried again.
         if self._own is not None and self._own.validity.start <= wall < self._own.validity.end:
             return check_in_time(self._tls, wall)
-        return super()._validity()
+        return _known_validity(self._tls)
 
 
-def check_in_time(tls: TlsConfig, wall: float) -> Validity | None:
-    """Return when the certificate is valid; raises `InvalidField` if not at `wall` seconds since 1970."""
+def _known_validity(tls: TlsConfig) -> Validity:
+    """Return when the certificate is valid. Raises `InvalidField` if it does not tell: nothing would warn of its end;
+    or, as openssl's BEGIN TRUSTED CERTIFICATE, it is one that only OpenSSL can read, and gRPC would refuse each
+    connection with it."""
     valid = own_validity(tls)
-    if valid is not None and not valid.start <= wall < valid.end:
+    if valid is None:
+        raise InvalidField("tls_cert", str(tls.cert), "a certificate chain in PEM (BEGIN CERTIFICATE)")
+    return valid
+
+
+def check_in_time(tls: TlsConfig, wall: float) -> Validity:
+    """Return when the certificate is valid; raises `InvalidField` if not at `wall` seconds since 1970, or if it does
+    not tell."""
+    valid = _known_validity(tls)
+    if not valid.start <= wall < valid.end:
         raise InvalidField("tls_cert", str(tls.cert), "a certificate that is valid now; look with openssl x509 -dates")
     return valid

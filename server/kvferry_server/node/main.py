@@ -194,7 +194,8 @@ async def _serve(loaded: Loaded, native: NativeLog) -> None:
     logger.info("%s: draining for at most %g s", received.name, drain)
     drained = asyncio.ensure_future(server.stop())
     drained.add_done_callback(ended)
-    while (again := await signals.get()) is signal.SIGHUP:
+    # None may be that of a failure which came after the signal.
+    while (again := await signals.get()) is signal.SIGHUP or (again is None and not drained.done()):
         pass
     if again is not None:
         logger.warning("%s while draining: stopping at once", again.name)

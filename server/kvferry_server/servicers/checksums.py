@@ -64,7 +64,8 @@ async def read_checksums(
     """Answer ReadChecksums. Raises `InvalidField`, also if the answer fits no message, and as `Lessor.leased`."""
     reader = checks.engine_ref("reader", request.reader)
     lease_id = checks.random_bytes("lease_id", request.lease_id)
-    queries = _queries(request)
+    few = request.ByteSize() <= limits.MAX_INLINE_BYTES
+    queries = _queries(request) if few else await worker.run(host, lambda: _queries(request))
     with home.turn():
         publication = home.lessor.leased(lease_id, reader, names)
         checksums, asked = publication.checksums, {message.rank for message in request.queries}
@@ -108,7 +109,8 @@ def _queries(request: pb.ReadChecksumsRequest) -> list[tuple[pb.ChecksumQuery, I
     found, planes, blocks, sums, most = [], 0, 0, 0, limits.MAX_ASKED_SUMS
     for message in request.queries:
         here = sum(message.place_counts)
-        planes += len(message.planes)
+        # Each query takes time, also one without planes.
+        planes += max(1, len(message.planes))
         blocks += here
         sums += len(message.planes) * here * max(0, message.unit_end - message.unit_begin)
         # Checked before runs are expanded: a few bytes of runs can stand for any number of block indexes, also in

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,37 @@ def test_certificate_that_is_not_valid_yet_is_used_once_it_is(
     # If both have expired, the new certificate is no worse.
     wall[0] = 200.0
     assert certificates.refresh()
+
+
+def test_certificate_that_only_openssl_can_read_changes_nothing(
+    fleet: Authority, files: TlsConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """gRPC would refuse each new connection with it."""
+    certificates = Certificates(files)
+    old = certificates.content()
+    assert files.cert is not None
+    command = ["openssl", "x509", "-in", f"{files.cert}", "-trustout"]
+    trusted = subprocess.run(command, check=True, capture_output=True, timeout=30).stdout
+    assert b"BEGIN TRUSTED CERTIFICATE" in trusted
+    files.cert.write_bytes(trusted)
+    assert not certificates.refresh()
+    assert certificates.content() is old
+    assert "BEGIN CERTIFICATE" in caplog.text
+    with pytest.raises(InvalidField, match="tls_cert"):
+        Certificates(files)
+    loaded = load({"tls_cert": str(files.cert), "tls_key": str(files.key)}, None)
+    assert [line.partition(" ")[0] for line in file_problems(loaded)] == ["tls_cert"]
+
+
+def test_chain_is_valid_as_long_as_all_its_certificates_are(fleet: Authority, tmp_path: Path) -> None:
+    node = fleet.issue("node-of-9", days=9)
+    above = Authority.make(tmp_path, "above", 5)
+    assert node.cert is not None
+    chain = tmp_path / "chain.pem"
+    chain.write_bytes(node.cert.read_bytes() + above.certificate.read_bytes())
+    alone = Certificates(TlsConfig(cert=node.cert, key=node.key)).expiry
+    assert alone is not None
+    assert Certificates(TlsConfig(cert=chain, key=node.key)).expiry == pytest.approx(alone - 4 * DAY, abs=60)
 
 
 def test_warning_precedes_the_expiry_of_a_certificate_and_repeats_after_half_of_the_time(

@@ -22,7 +22,9 @@ from kvferry.errors import InternalError, ServerDraining, Unavailable
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.publications import PublicationStage
 from kvferry_server.home.home import Home
+from kvferry_server.node import server as server_module
 from kvferry_server.node.loading import configure
+from kvferry_server.node.main import _serve
 from kvferry_server.node.server import NodeServer
 from tests.support.node_servers import Kvferryd
 from tests.support.stubs import KVTransferStub
@@ -189,3 +191,48 @@ async def test_server_whose_home_has_stopped_raises_an_internal_error(
     assert isinstance(caught.value.__cause__, RuntimeError)
     await server.stop(0)
     assert names(tmp_path) == set()
+
+
+class Ended:
+    """A node server that ends by a bug after a SIGTERM, during a reload, and that does not end its drain by itself."""
+
+    addresses: tuple[str, ...] = ()
+    advertise = admin = ""
+    home = SimpleNamespace(epoch=bytes(16))
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.reloading = asyncio.Event()
+
+    async def start(self) -> None:
+        await came(signal.SIGHUP)
+
+    async def failed(self) -> None:
+        await self.reloading.wait()
+        raise InternalError("a bug")
+
+    async def reload(self) -> None:
+        await came(signal.SIGTERM)
+        self.reloading.set()
+        await came()
+
+    async def stop(self, grace: float | None = None) -> None:
+        if grace is None:
+            await came(signal.SIGTERM)
+            await asyncio.Event().wait()
+
+
+async def came(*numbers: signal.Signals) -> None:
+    """Send signals to this process, and let the event loop take them."""
+    for number in numbers:
+        signal.raise_signal(number)
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_second_signal_stops_a_server_at_once_that_failed_after_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_module, "NodeServer", Ended)
+    loaded: Any = SimpleNamespace(config=SimpleNamespace(drain=3600))
+    native: Any = SimpleNamespace(failed_handshakes=None)
+    await asyncio.wait_for(_serve(loaded, native), 20)

@@ -274,6 +274,15 @@ async def test_places_asked_for_are_counted_in_queries_without_planes_too(tmp_pa
             assert isinstance(await raised(node.kv.ReadChecksums(request, timeout=TIMEOUT)), refused)
 
 
+async def test_queries_are_counted_without_planes_too(tmp_path: Path) -> None:
+    """As many as fit a request would keep the event loop for seconds, and no lease is needed."""
+    async with running(tmp_path) as node:
+        query = pb.ChecksumQuery(unit_end=1, place_starts=[0], place_counts=[1])
+        for queries, refused in ((limits.MAX_ASKED_PLANES, LeaseEnded), (limits.MAX_ASKED_PLANES + 1, InvalidField)):
+            request = pb.ReadChecksumsRequest(reader=proto(D), lease_id=b"l" * 16, queries=[query] * queries)
+            assert isinstance(await raised(node.kv.ReadChecksums(request, timeout=TIMEOUT)), refused)
+
+
 async def test_sums_of_a_rank_that_is_not_registered_yet_are_asked_for_again(tmp_path: Path) -> None:
     # After a restart of the home the scheduler may be back before its ranks.
     async with running(tmp_path) as node:
