@@ -111,6 +111,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         {**changed("shards", [[0, 2], [2, 4], [4, 6], [6, 8]]), "groups": [{"name": "a", "kv_heads": 4}]},
         "groups[0].shards",
     ),
+    ({**changed("groups", [{"name": "a", "shards": [[0, 2], [2, 4], [4, 6], [6, 8]]}]), "shards": [[0, 8]]}, "shards"),
 ]
 junk = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 2**65) | st.floats() | st.text(max_size=5),

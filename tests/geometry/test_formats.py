@@ -1,5 +1,6 @@
 """The formats of engines: memory at plane addresses is what the engine's own indexing means."""
 
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -210,3 +211,13 @@ def test_tensors_of_another_format_are_refused() -> None:
     for call in refused:
         with pytest.raises(BadGeometry):
             call()
+
+
+def test_errors_tell_the_shape_that_the_tensor_has() -> None:
+    cache = unique(BLOCKS, TOKENS // 4, DIM)
+    few = Group("full", block_tokens=TOKENS // 8, num_blocks=BLOCKS)
+    told = re.escape(f"shape {tuple(cache.shape)}, strides (256, 32, 4)")
+    with pytest.raises(BadGeometry, match=told):
+        formats.vllm_mla({"l": cache}, few, latent_dim=4)
+    with pytest.raises(BadGeometry, match=told):
+        formats.vllm_cells({"l": cache}, few, "own")

@@ -28,7 +28,8 @@ METADATA_HEADER = b"nixlSerDes|Agent"
 """NIXL's metadata begin with this header, then the length of the agent's name, then the name."""
 
 FEW = 32
-"""Ranges up to which a loop is faster than numpy, whose functions come from memory again after a copy of megabytes."""
+"""Ranges up to which a loop is faster than numpy: after a copy of megabytes, each numpy function has to be loaded from
+memory again."""
 
 # The methods of arrays find these functions through Python, which takes longer than the search of a short array.
 _least, _most = np.minimum.reduce, np.maximum.reduce
@@ -49,7 +50,8 @@ class RegionMap:
             space.append((region.base, region.base + region.length))
         self._ranges: dict[tuple[MemoryKind, int], tuple[Addresses, Addresses]] = {}
         """By address space: where its regions begin, and for each begin the furthest end of all regions that begin
-        there or before (regions may overlap). The first end, 0, is for addresses below every region."""
+        there or before, which is right also where regions overlap. The first end, 0, is for addresses below every
+        region."""
         for key, ranges in spaces.items():
             both = np.array(sorted(ranges), np.uint64)
             ends = np.concatenate((np.zeros(1, np.uint64), np.maximum.accumulate(both[:, 1])))
@@ -67,9 +69,10 @@ class RegionMap:
         end = self._ends_at(field, kind, device, address)
         if int(_least(length)) < 1:
             raise InvalidField(f"{field} length", 0, "at least 1")
-        # Below 2**63, their sum does not wrap.
         outside = length >= ADDRESS_LIMIT
-        outside = outside if outside.any() else address + length > end
+        if not outside.any():
+            # Both are below 2**63: their sum does not wrap.
+            outside = address + length > end
         if outside.any():
             first = int(np.argmax(outside))
             value = f"{int(length[first])} bytes at {int(address[first]):#x}"
@@ -135,8 +138,9 @@ def check_blocks(descriptors: Descriptors, blocks: BlockRows) -> None:
 def check_agent(agent: AgentInfo) -> None:
     """Raise `BadAgentMetadata` unless the metadata are the announced ones.
 
-    NIXL cannot check this: one flipped bit can kill the process, and after truncated metadata the agent's name, which
-    NIXL takes from the metadata, cannot be used again in this process (both measured).
+    NIXL cannot check this: one flipped bit can kill the process, and after truncated metadata the agent's name cannot
+    be used again in this process (both measured). NIXL takes the name from the metadata, so damaged metadata of one
+    agent, announced under another's name, would make the first agent's name unusable.
     """
     name, metadata, regions = agent.name, agent.metadata, agent.regions
     problem = ""

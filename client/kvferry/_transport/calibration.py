@@ -38,13 +38,16 @@ LONG_BYTES = 16 << 10
 """Lengths of the pieces that are read: mostly one path becomes cheaper than the other around these lengths."""
 
 APART = 2
-"""From piece to piece, in their length: with gaps they take up to a quarter longer, as no processor fetches ahead."""
+"""From piece to piece, in their length: pieces with gaps between them take up to a quarter longer than pieces without,
+since the processor no longer fetches ahead."""
 
 FEW, LEAST, MOST = 4, 16, 256
-"""Pieces of a small read, which is mostly waking threads; the least and, as more show no more, the most of others."""
+"""Pieces of a small read, which is mostly waking threads, and the least and the most pieces of the others. More would
+take longer and show no more."""
 
 STAGED = 1.5
-"""The cost of a byte read into staging memory, the batch's costs included, in that of others (on CMA and TCP)."""
+"""The cost of a byte that is read into staging memory, with its share of the batch's costs, in that of other bytes
+(measured over CMA and TCP)."""
 
 SLOTS = 4
 """Slots that are borrowed, to be read into and copied into. At least two more are left for other reads."""
@@ -66,6 +69,7 @@ def measure(transport: Transport, peer: AgentInfo, pool: StagingPool, deadline: 
     except _Failed:
         return None
     finally:
+        # Slots that something may still write to were taken out.
         for slot in measurement.slots:
             pool.release(slot)
 
@@ -100,7 +104,8 @@ class _Measurement:
         for _ in range(len(self.slots)):
             self._copied(SHORT_BYTES)
         kinds = (FEW, SHORT_BYTES), (self._pieces, SHORT_BYTES), (self._pieces, LONG_BYTES)
-        reads, copies = dict.fromkeys(kinds, math.inf), dict.fromkeys(CELLS, math.inf)
+        reads = dict.fromkeys(kinds, math.inf)
+        copies = dict.fromkeys(CELLS, math.inf)
         until = now() + ENOUGH
         for turn in range(TIMES):
             if turn and now() > until:

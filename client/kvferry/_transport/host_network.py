@@ -1,6 +1,6 @@
 """The host's network as NIXL's UCX sees it: the RDMA cards (where UCX can open none it uses TCP without a message),
 whether this process may lock the memory that they read (RLIMIT_MEMLOCK), and whether UCX has connected to a peer over
-TCP. UCX reports none of this; the open files of this process show it."""
+TCP, which UCX does not report: the open files of this process show it."""
 
 from __future__ import annotations
 
@@ -98,7 +98,8 @@ def too_little_to_begin(ucx_tls: str) -> str:
 
 
 def too_little() -> str:
-    """The likely reason for a failed registration, and the remedy; empty: memory has no limit, or there is no card."""
+    """The likely reason for a failed registration of memory, and the remedy; empty: memory may be locked without a
+    limit, or there is no card."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY or not any(DEVICES.glob("uverbs*")):
         return ""
@@ -138,11 +139,9 @@ def open_files() -> Mapping[int, str] | None:
 def open_sockets() -> Mapping[str, int] | None:
     """The descriptors of this process's sockets, by the kernel's names of the sockets. None: as `open_files`."""
     files = open_files()
-    return (
-        None
-        if files is None
-        else {name: descriptor for descriptor, name in files.items() if name.startswith("socket:")}
-    )
+    if files is None:
+        return None
+    return {name: descriptor for descriptor, name in files.items() if name.startswith("socket:")}
 
 
 def tcp_since(before: Mapping[str, int] | None) -> bool:
@@ -159,6 +158,7 @@ def _is_tcp(descriptor: int) -> bool:
     options = (socket.SO_DOMAIN, {socket.AF_INET, socket.AF_INET6}), (socket.SO_TYPE, {socket.SOCK_STREAM})
     value = ctypes.c_int()
     size = ctypes.c_uint32(ctypes.sizeof(value))
+    # The call fails if the descriptor is no socket, or was closed.
     return all(
         _libc.getsockopt(descriptor, socket.SOL_SOCKET, option, ctypes.byref(value), ctypes.byref(size)) == 0
         and value.value in accepted

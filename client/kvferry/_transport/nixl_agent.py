@@ -33,7 +33,8 @@ __all__ += ["ServingAgent", "WrongThread"]
 WARM_UP_BYTES = 64
 
 ROWS_PER_PEER, ROWS_PER_LIST = 1 << 18, 256
-"""Rows of prepared lists that are kept per peer, at 140 bytes each; each list counts as some rows more."""
+"""Rows of prepared lists that are kept per peer, at 140 bytes each; each list counts as some rows more. A source that
+never names the same layers twice has other lists for each step."""
 
 INDEX_LIMIT = 1 << 31
 """NIXL takes int32 indices, and truncates larger ones silently."""
@@ -91,8 +92,10 @@ class ReadHandle:
     """One read: made, posted once, checked until it has ended, and released.
 
     Releasing stops nothing: bytes of a posted read go on arriving. Only `HandleState.DONE`, or the end of the agent,
-    proves that the read writes no more. On its agent's thread only. After the release, or the agent's end, `post` and
-    `check` raise `Closed`, where NIXL would crash.
+    proves that the read writes no more.
+
+    Threading: on its agent's thread only. After the release, or the agent's end, `post` and `check` raise `Closed`,
+    where NIXL would crash.
     """
 
     __slots__ = ("_agent", "_number", "peer")
@@ -127,7 +130,7 @@ class ReadHandle:
 @dataclass(slots=True)
 class _Peer:
     """An added peer: its readable regions, and NIXL's numbers of the local and remote lists prepared for it, by the
-    identity of their rows. `sockets` are this process's before the peer was added; None: unknown."""
+    identity of their rows. `sockets` are those of this process before the peer was added; None: unknown."""
 
     regions: RegionMap
     sockets: Mapping[str, int] | None
@@ -185,7 +188,8 @@ class ReadingAgent:
             self._local = RegionMap(self._local.owner, (*self._local.regions, space.region))
 
     def add_peer(self, info: AgentInfo) -> None:
-        """Load a peer's metadata. Raises `BadAgentMetadata` if they are not the announced ones, and `NixlError`."""
+        """Check a peer's metadata and load them. Raises `BadAgentMetadata` if they are not the announced ones, and
+        `NixlError` if the peer cannot be reached."""
         self.check_owner("add_peer")
         check_agent(info)
         sockets = open_sockets()
@@ -215,7 +219,8 @@ class ReadingAgent:
         self.call("invalidateRemoteMD", peer, peer)
 
     def warm_up(self, peer: str) -> ReadHandle:
-        """Make a read of a few bytes into the agent's own memory, which connects: by the peer's progress thread."""
+        """Make a read of a few bytes into the agent's own memory. The first read from a peer connects, which takes the
+        peer's progress thread."""
         self.check_owner("warm_up")
         region = self._added[peer].regions.regions[0]
         length = min(WARM_UP_BYTES, region.length)
@@ -244,7 +249,8 @@ class ReadingAgent:
         return nixl_binding.call(name, peer, lambda: getattr(self._agent, name)(*given))
 
     def destroy(self) -> bool:
-        """End the agent, and release its handles. Returns whether it is gone, so that nothing it posted can write."""
+        """End the agent, and release its handles. Returns whether it is gone: then nothing that it posted writes any
+        more. False: something still refers to it, and its reads may still write."""
         self.check_owner("destroy")
         gone = weakref.ref(self._agent)
         self._agent = None

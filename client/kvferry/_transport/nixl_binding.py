@@ -137,7 +137,8 @@ def memory_type(nixl: Any, kind: MemoryKind) -> Any:
 
 
 def call(name: str, peer: str, function: Callable[[], T]) -> T:
-    """Call NIXL's function `name` for `peer` (empty: none). Any exception, as they have no base, is a `NixlError`."""
+    """Call `function`, NIXL's function `name` for `peer` (empty: for no peer). Any exception becomes a `NixlError`:
+    NIXL's exceptions have no common base."""
     try:
         return function()
     except Exception as error:

@@ -10,7 +10,8 @@ from kvferry._arguments import integer, seconds, string_map, text
 from kvferry.errors import InvalidField
 
 PROGRESS_DELAY_US = 100_000
-"""The serving agent's progress thread sleeps this long unless a message wakes it; 1 microsecond measures the same."""
+"""The serving agent's progress thread sleeps this long unless an arriving message wakes it. Messages do: 1 microsecond
+and 100 ms measure the same."""
 
 CORES_FOR_TWO = 4
 """Cores from which two agents read at once by default: an engine's own threads need the others."""
@@ -89,7 +90,8 @@ class NixlOptions:
         return 2 if len(os.sched_getaffinity(0)) >= CORES_FOR_TWO else 1
 
     def parameters(self) -> dict[str, str]:
-        """The parameters of NIXL's backend. UCX's error handling mode stays "peer": "none" hangs when a peer dies."""
+        """The parameters of NIXL's backend. UCX's error handling mode stays "peer": mode "none" hangs for ever when a
+        peer dies or cannot be reached."""
         if self.backend != "UCX":
             return dict(self.backend_parameters)
         ucx = {"TCP_TX_SEG_SIZE": str(self.tcp_segment), "TCP_RX_SEG_SIZE": str(self.tcp_segment)}

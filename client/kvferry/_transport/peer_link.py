@@ -1,4 +1,5 @@
-"""The connection of one reading agent to one peer: queued work, posted chunks, and whether these can still write.
+"""The connection of one reading agent to one peer: the work queued for the peer, the posted chunks, and whether posted
+chunks can still write.
 
 Everything here runs on the agent's own thread (`kvferry._transport.reading_thread`) and never waits.
 """
@@ -19,12 +20,16 @@ from kvferry.errors import KvferryError, TransferFailed
 
 logger = Log(__name__)
 
-POLL_FIRST, POLL_LAST, POLL_ABANDONED = 50e-6, 1e-3, 10e-3
-"""Seconds between two polls: right after a post; at most; and at most while only ended transfers have posted chunks."""
+POLL_FIRST = 50e-6
+POLL_LAST = 1e-3
+POLL_ABANDONED = 10e-3
+"""Seconds between two polls: right after a post; at most; and at most while all posted chunks belong to transfers that
+have ended."""
 
 WORKED = 4
 """A check has moved bytes, as over TCP, if it took at least this many times the CPU time of the cheapest check (3 and
-15 to 300 microseconds). The next check follows at once; a network card, which needs none, is checked no more often."""
+15 to 300 microseconds). The next check follows at once; a network card, which moves bytes without checks, is not
+checked more often."""
 
 CHECKS_AT_ONCE = 8
 """The most checks of a peer without a pause, before other peers have their turn."""
@@ -33,7 +38,8 @@ COPIED = 64 << 10
 """Bytes of a chunk from which its post shows whether posts copy."""
 
 COPIES = 4
-"""Posts in a row, at least, that were done when they returned, where posts copy. Over TCP some are, by chance."""
+"""Posts in a row, at least, that were done when they returned, where posts copy. Over TCP some posts are, by chance;
+over CMA the first post may not be."""
 
 STALLED = 0.25
 """Seconds without an arriving chunk after which a peer counts as stalled."""
@@ -43,10 +49,13 @@ CARD_FENCE = 1.0
 thread of the source takes part, so the end of the agent harms no process, and a chunk takes milliseconds."""
 
 LATE = 20e-3
-"""Seconds without an arriving chunk after which polling, which also moves a TCP read on, backs off."""
+"""Seconds without an arriving chunk after which polling backs off. Not before, since polling also moves a TCP read
+on."""
 
 
 class LinkState(enum.Enum):
+    """How far the connection to a peer is."""
+
     NEW = "new"
     WARMING = "warming"
     """The peer has not answered the first read yet."""
@@ -75,8 +84,10 @@ class Link:
         """Work for the peer that has come since the link is broken or leaving: for the next link."""
         self.posted: list[PostedChunk] = []
         """Chunks, and the first read, which counts no bytes."""
-        self.moved = self._in_flight = 0
-        """Bytes that have arrived, and bytes that are posted and have not."""
+        self.moved = 0
+        """Bytes that have arrived."""
+        self._in_flight = 0
+        """Bytes that are posted and have not arrived."""
         self._copied = 0
         """Posts in a row that were done when they returned."""
         self._agent = agent
@@ -86,11 +97,13 @@ class Link:
         self._cpu_time = cpu_time
         self._added = False
         self._opened_at = clock()
-        self._busy_since = self._poll_at = 0.0
-        """When a chunk last arrived, or was posted while no other was under way; when the next poll is due."""
+        self._busy_since = 0.0
+        """When a chunk last arrived, or was posted while no other was under way."""
         self._cheapest = math.inf
         """CPU seconds of the cheapest check so far."""
         self._pause = POLL_FIRST
+        self._poll_at = 0.0
+        """When the next poll is due."""
 
     def flowing(self, now: float) -> int:
         """Bytes posted and not seen DONE; 0 while the peer has stalled, so that it takes no room from others (R10)."""
@@ -121,7 +134,8 @@ class Link:
         return any(at is not None and at < now - self._fence for at in ended)
 
     def fence_at(self) -> float | None:
-        """When the agent may be destroyed as for this peer; None: at once. Lost reads have no connection any more."""
+        """When the agent may be destroyed as far as this peer is concerned; None: at once. Reads that gave an error do
+        not count: their connection is gone."""
         ended = [chunk.owner.ended_at for chunk in self._answering()]
         return max(((self._clock() if at is None else at) + self._fence for at in ended), default=None)
 
@@ -164,6 +178,7 @@ class Link:
         return False
 
     def step_back(self) -> None:
+        """Tell all queued work that no chunk is taken for now."""
         for work in self.queued:
             work.step_back()
 

@@ -42,16 +42,20 @@ FAILURES = 3
 """Unexpected errors of a thread after which it no longer waits for posted chunks."""
 
 Message: TypeAlias = PeerWork | AgentInfo | str
-"""Work to be posted, a peer to be added, or the name of a peer to be dropped when all reads from it are quiet."""
+"""Work to be posted, a peer to be added before it is needed, or the name of a peer to be dropped as soon as all reads
+from it have ended and are quiet."""
 
 _living: weakref.WeakSet[ReadingThread] = weakref.WeakSet()
 
 
 class ReadingThread:
-    """One reading agent, and its thread. `send`, `wake` and `close` may be called from any thread and never wait.
+    """One reading agent, and its thread.
 
-    `make` makes the agent, on the thread. `may_retire` is asked before the agent is retired. `moved_on` is called with
-    each unposted work of a retired agent, and `gone` at the thread's end, with whether all that it posted is quiet.
+    Threading: `send`, `wake` and `close` may be called from any thread and never wait.
+
+    `make` makes the agent, on the thread. `may_retire` is asked before the agent is retired; if False, the agent
+    stays as it is. `moved_on` is called with each piece of unposted work when the agent is retired, and `gone` when the
+    thread has ended, with whether all that it posted is quiet.
     """
 
     def __init__(
@@ -73,7 +77,9 @@ class ReadingThread:
         """The error that prevented making the agent."""
         self.accepting = True
         """Whether messages are accepted. Changed with the lock held, so that no message is added afterwards."""
-        self.retired = self._closing = self._parking = False
+        self.retired = False
+        self._closing = False
+        self._parking = False
         self._options = options
         self._clock = clock
         self._may_retire = may_retire
@@ -98,7 +104,8 @@ class ReadingThread:
         self._thread.start()
 
     def send(self, message: Message) -> bool:
-        """Send a message. Returns False, with nothing done, if the agent is retired or closed."""
+        """Send a message. Returns False if the agent is retired or closed, and nothing was done. If no agent could be
+        made, work fails."""
         with self._lock:
             if self.accepting:
                 self._inbox.append(message)
@@ -138,6 +145,7 @@ class ReadingThread:
             raise self.refusal
 
     def join(self, timeout: float) -> bool:
+        """Wait for the thread's end. Returns whether it has ended."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -180,8 +188,8 @@ class ReadingThread:
             try:
                 return self._work(agent)
             except BaseException as error:
-                # Also a callback's `SystemExit`. All work fails, but posted chunks are waited for: destroying an agent
-                # while it reads can kill a source.
+                # Includes a callback's `SystemExit`. All work fails, but the thread waits for posted chunks: destroying
+                # an agent while it reads can kill a source.
                 self._fail(self._failed(error))
                 self._closing = True
 
@@ -192,7 +200,8 @@ class ReadingThread:
     def _work(self, agent: ReadingAgent) -> None:
         while True:
             if self._parking:
-                # The system closes the agent's connections. To destroy it while it reads could kill the source.
+                # The agent is not destroyed: while it reads, that could kill the source. The system closes its
+                # connections.
                 self._out_of_nixl.set()
                 time.sleep(MOST_SECONDS)
             busy = self._handle_messages(agent)
@@ -262,15 +271,15 @@ class ReadingThread:
         return busy
 
     def _add(self, agent: ReadingAgent, info: AgentInfo) -> Link:
-        """The link to the peer of this name, added if there is none. Opened later: all work attached by then fails if
-        that fails."""
+        """The link to the peer of this name, added if there is none. The link is opened later, when all work that has
+        come for the peer is attached: if opening fails, all this work fails."""
         link = self._by_name.get(info.name)
         if link is None:
             link = self._by_name[info.name] = Link(info, agent, self._options, self._clock)
         return link
 
     def _attach(self, agent: ReadingAgent, work: PeerWork) -> None:
-        """Queue work for its peer, or let it fail."""
+        """Queue work for its peer, which is added if needed. If that is impossible, the work fails."""
         try:
             for space in work.spaces:
                 agent.add_space(space)
@@ -297,9 +306,10 @@ class ReadingThread:
                 for work in link.waiting:
                     self._attach(agent, work)
                     self._news = True
-        given_up = [link for link in self._links if link.lost or link.stuck(now)]
-        if given_up and not self.retired and now >= self._retire_at:
-            self._retire(given_up, now)
+        if not self.retired and now >= self._retire_at:
+            given_up = [link for link in self._links if link.lost or link.stuck(now)]
+            if given_up:
+                self._retire(given_up, now)
         if self.retired:
             # Such work may wait for a slot that only the end of this agent gives back.
             self._move_on((link.queued for link in self._links), now, blocked=True)
@@ -335,7 +345,8 @@ class ReadingThread:
             return False
         if any(link.queued or link.waiting for link in self._links):
             return False
-        return all(fence is None or now > fence for fence in [link.fence_at() for link in self._links])
+        fences = [link.fence_at() for link in self._links]
+        return all(fence is None or now > fence for fence in fences)
 
     def _sleep(self, now: float) -> None:
         """Wait until something is due or a message comes."""
@@ -344,7 +355,8 @@ class ReadingThread:
             alarms.append(self._settle_at)
         if not self.retired and any(link.lost for link in self._links):
             alarms.append(self._retire_at)
-        self._wake.wait(min(max(0.0, min(alarms) - now), threading.TIMEOUT_MAX) if alarms else None)
+        until = min(alarms, default=None)
+        self._wake.wait(None if until is None else min(max(0.0, until - now), threading.TIMEOUT_MAX))
 
     def _fail(self, error: KvferryError) -> None:
         for work in self._last_works():
@@ -364,7 +376,8 @@ class ReadingThread:
 
 
 def _park_all() -> None:
-    """Wait until no reading thread is inside NIXL: to kill a thread inside C++, at exit, aborts the process."""
+    """Wait until no reading thread of this process is inside NIXL: at exit the interpreter kills daemon threads
+    anywhere, and killing a thread inside C++ aborts the process."""
     here = os.getpid()
     threads = [thread for thread in tuple(_living) if thread.process == here]
     for event in [thread.park() for thread in threads]:

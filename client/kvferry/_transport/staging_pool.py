@@ -81,8 +81,10 @@ class StagingPool:
         self._waiting: deque[StagedWork] = deque()
 
     def acquire(self, work: StagedWork) -> int | None:
-        """A slot's address; None if no slot is free for the work's source, or other work came before. Then the work
-        waits: it asks again when `freed` was called, or steps back (`leave`)."""
+        """A slot's address; None if no slot is free for the work's source, or other work came before.
+
+        Work that got None waits: it asks again when `freed` was called, or steps back (`leave`).
+        """
         with self.lock:
             # A transfer that has ended needs no slot; its work is about to leave.
             wanting = (other for other in (*self._waiting, work) if other.owner.ended_at is None)

@@ -1,4 +1,4 @@
-"""Transfers, and their work divided into chunks.
+"""Transfers, from the first chunk until nothing can write to the destination any more, and their work in chunks.
 
 A `Transfer` is one rank's share of a read. It goes PENDING → MOVING → DONE, FAILED, CANCELLED or EXPIRED. Beside the
 state there is `quiet`: the transfer has ended and nothing can write to its destination any more. A transfer that has
@@ -32,7 +32,8 @@ from kvferry.planner.descriptors import Descriptors, chunks
 logger = Log(__name__)
 
 COPY_TIME = 10e-3
-"""Seconds of a chunk, about, where its post copies it. The thread's code then comes from memory again, in 0.3 ms."""
+"""Seconds of a chunk, about, where its post copies it. After such a post the thread's code and data have to come from
+memory again, which takes 0.3 ms."""
 
 COPY_RATE = 8e9
 DESCRIPTOR_TIME = 3e-6
@@ -42,7 +43,8 @@ COPIED_CHUNKS = 4
 """The most bytes of such a chunk, in `NixlOptions.chunk_bytes`."""
 
 SHARED_CHUNK = 1 << 20
-"""The fewest bytes of a chunk where several threads share a transfer: a chunk costs tens of microseconds of Python."""
+"""The fewest bytes of a chunk where several threads share a transfer: a chunk costs some tens of microseconds of
+Python."""
 
 SHARED_CHUNKS = 4
 """The fewest chunks per thread where several threads share a transfer, so that the threads end together."""
@@ -200,8 +202,8 @@ class Transfer:
         self._run_due()
 
     def settle(self, now: float) -> bool:
-        """See `ChunkOwner`. Returns whether the transfer had ended by then, so that its callbacks have run: whoever
-        drops its work must not miss an end that comes a moment later."""
+        """Judge the deadline, and run due callbacks. Returns whether the transfer had ended by then, so that they have
+        run: whoever drops its work must not miss an end that comes a moment later."""
         with self._changed:
             self._judge(now)
             ended = self.state.final
@@ -242,14 +244,16 @@ class Transfer:
 
 
 class ChunkOwner(Protocol):
-    """The owner of a chunk: a transfer, or one batch of it in a staging slot. Thread-safe; calls return at once."""
+    """The owner of a chunk: a transfer, or one batch of a transfer in a staging slot. Thread-safe; calls return at
+    once, callbacks included."""
 
     @property
     def ended_at(self) -> float | None:
         """When the owner ended, well or not; None while it goes on."""
 
     def begin(self) -> bool:
-        """Announce a chunk that may write from now on. False: the owner has ended, post nothing."""
+        """Announce a chunk that is about to be posted, and may write from now on. False: the owner has ended, post
+        nothing."""
 
     def landed(self, size: int) -> None:
         """Record that a chunk was seen DONE: it writes no more."""
@@ -282,7 +286,8 @@ class Chunk:
 
 @dataclass(slots=True, eq=False)
 class PostedChunk:
-    """A posted chunk that was not seen DONE. `lost`: NIXL reported an error; no later answer shows that it is quiet."""
+    """A posted chunk that has not been seen DONE. `lost`: NIXL reported an error for the chunk. It may still write, and
+    no later answer of NIXL disproves that."""
 
     handle: ReadHandle
     owner: ChunkOwner
@@ -292,7 +297,8 @@ class PostedChunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FirstRead:
-    """The owner of the first read from a peer. The read counts as ended when its time-out is over."""
+    """The owner of the first read from a peer, whose answer makes the link ready. The read counts as ended when its
+    time-out is over."""
 
     ended_at: float
     answered: Callable[[], None]
@@ -314,9 +320,11 @@ class FirstRead:
 
 
 class PeerWork:
-    """What one transfer reads from one peer. If `threads` read it, each chunk goes to the first that asks for it.
+    """What one transfer reads from one peer. Where posts copy, several threads share a large read: each chunk goes to
+    the thread that asks for it first.
 
-    `since` is when the work began to wait for the peer's first answer; `copies`, whether posts to the peer copy.
+    `since` is when the work began to wait for the peer's first answer; `copies`, whether posts to the peer copy;
+    `threads`, the number of reading threads that take chunks.
     """
 
     blocked = False

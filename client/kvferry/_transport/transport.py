@@ -73,10 +73,12 @@ class Transport:
         self._staging = staging or StagingOptions()
         self._pools: dict[tuple[MemoryKind, int], StagingPool] = {}
         self._making_pool = threading.Lock()
-        """Held while staging memory is made, which may wait for a device: an engine's step takes the other lock."""
+        """Held while staging memory is made, which may wait for a device. Nothing else may wait for that: an engine's
+        step that cancels a read takes the other lock."""
         self._clock = clock
         self._lock = threading.Lock()
         self._closed = False
+        """No other thread is made. Set with the lock held."""
         self.places: list[ReadingThread | None] = [None] * self._options.most_reading_agents
         self._spread = self._options.reading_agents or 1
         """Threads over which peers are spread. The other threads only take part in large reads."""
@@ -84,7 +86,7 @@ class Transport:
         self._moved_before = 0
         self._agents_retired = 0
         self._peers: dict[str, tuple[AgentInfo, RegionMap]] = {}
-        """The last checked peers, with their readable regions."""
+        """The last checked peers, by name, with their readable regions."""
         self._transfers: set[Transfer] = set()
         self._uncertain: set[Transfer] = set()
         self._quiesced = self._quarantined_bytes = 0
@@ -139,7 +141,8 @@ class Transport:
         return transfer
 
     def pool(self, kind: MemoryKind, device: int) -> StagingPool:
-        """The staging memory of an address space, made when needed. Raises `InvalidField` for an unknown device."""
+        """The staging memory of an address space; made when first needed. Raises `InvalidField` if no tensor of this
+        device is known."""
         with self._making_pool:
             pool = self._pools.get((kind, device))
             if pool is None:
@@ -154,7 +157,8 @@ class Transport:
             return pool
 
     def warm(self, peer: AgentInfo) -> None:
-        """Connect to a peer ahead of the first read, which shows a failure. Raises `BadAgentMetadata` and `Closed`."""
+        """Connect to a peer ahead of the first read. Returns at once; a failed connection shows in the read. Raises
+        `BadAgentMetadata` and `Closed` as `start`."""
         self._checked(peer)
         self._send(peer.name, peer)
 
@@ -207,7 +211,8 @@ class Transport:
         """Cancel the transfers that have not ended, and end the agents once all is quiet. Idempotent.
 
         Waits at most `timeout` seconds; returns whether all is quiet and every agent has ended. An agent with a stuck
-        read is destroyed in the background, when the fence time is over: earlier, that could kill its source.
+        read is destroyed in the background, when the fence time is over: destroying an agent while it reads can kill
+        its source.
         """
         until = self._clock() + timeout
         with self._lock:
@@ -218,10 +223,11 @@ class Transport:
         threads = self._all_threads()
         for thread in threads:
             thread.close()
-        return all(thread.join(max(0.0, until - self._clock())) for thread in threads)
+        ended = [thread.join(max(0.0, until - self._clock())) for thread in threads]
+        return all(ended)
 
     def _checked(self, peer: AgentInfo) -> RegionMap:
-        """A peer's readable regions; raises `BadAgentMetadata`."""
+        """A peer's readable regions; raises `BadAgentMetadata` if its metadata are not the announced ones."""
         known = self._peers.get(peer.name)
         if known is not None and known[0] is peer:
             return known[1]
@@ -268,8 +274,8 @@ class Transport:
                 self._quiesced += 1
 
     def _submit(self, work: PeerWork) -> None:
-        """Hand work to the thread that reads from its peer. The work fails if there is none, and nothing is raised: a
-        retired thread, which hands on its work here, must go on."""
+        """Hand work to the thread that reads from its peer. If there is no such thread, the work fails and nothing is
+        raised: a retired thread hands on its unposted work here, and must go on."""
         try:
             self._send(work.info.name, work)
         except Exception as error:
@@ -311,7 +317,8 @@ class Transport:
             return thread
 
     def _helpers(self, peer: AgentInfo) -> list[ReadingThread]:
-        """The other threads that take part in a large read: those connected to the peer. The rest connect meanwhile."""
+        """The other threads that take part in a large read from a peer: those connected to the peer. The rest connect
+        meanwhile, for the next read."""
         home = self._place_of(peer.name)
         ready = []
         for place, known in enumerate(self.places):
@@ -321,6 +328,7 @@ class Transport:
             try:
                 helper = self._thread_at(place)
             except Exception as error:
+                # Reads go on without it.
                 logger.info("large reads are not shared with another thread: %r", error)
                 continue
             link = helper.link_to(peer)

@@ -54,10 +54,9 @@ def _views(tensors: Layers, *counts: int) -> dict[str, TensorView]:
     return views
 
 
-def _cells(tensors: Layers) -> dict[str, TensorView]:
-    """The memory of each layer's tensor with the axes `CELLS`: a tensor of three axes has one head."""
-    views = _views(tensors, 3, 4)
-    return {layer: view if len(view.shape) == 4 else view.split(0, 1) for layer, view in views.items()}
+def _cell_axes(view: TensorView) -> tuple[str, ...]:
+    """The axes of a tensor of cells; one of three axes has one head."""
+    return CELLS if len(view.shape) == 4 else ("block", "token", "content")
 
 
 def _halves(layer: str, view: TensorView) -> dict[str, int]:
@@ -167,7 +166,11 @@ def vllm_cells(kv_caches: Layers, group: Group, format: str, holding: Holding | 
     vllm/v1/attention/backends/triton_attn.py (``[K | its float32 scale | V | its float32 scale]``),
     ``triton_turboquant_store`` in vllm/v1/attention/ops/triton_turboquant_store.py.
     """
-    return planes_of(_cells(kv_caches), CELLS, group, ("kv",), replace(holding or Holding(), format=format))
+    found: list[Plane] = []
+    named = replace(holding or Holding(), format=format)
+    for layer, view in _views(kv_caches, 3, 4).items():
+        found += planes_of_tensor(view, _cell_axes(view), group, layer, ("kv",), named)
+    return tuple(found)
 
 
 def vllm_nvfp4(
@@ -214,8 +217,9 @@ def vllm_mla(kv_caches: Layers, group: Group, latent_dim: int, holding: Holding 
     block_size, kv_lora_rank + pe_dim]``); ``create_kv_cache_views`` in vllm/v1/kv_cache_interface.py, 0.32.0.
     """
     found: list[Plane] = []
-    for layer, view in _cells(kv_caches).items():
-        found += planes_of_tensor(view, CELLS, group, layer, _latent_parts(layer, view.shape[-1], latent_dim), holding)
+    for layer, view in _views(kv_caches, 3, 4).items():
+        parts = _latent_parts(layer, view.shape[-1], latent_dim)
+        found += planes_of_tensor(view, _cell_axes(view), group, layer, parts, holding)
     return tuple(found)
 
 

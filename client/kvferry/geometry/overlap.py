@@ -28,9 +28,10 @@ MOST_STEPS = 200_000
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    """The bytes of a plane, or of its part in one period, from the address `first` on. `axes` are (stride, count) of
-    more than one step, largest stride first; each stride steps over all smaller axes (`Plane` checks that). `whole` are
-    the axes of the plane. Planes of different groups of one pool may share bytes."""
+    """The bytes of a plane, or of its part in one period: from the address `first` on, `Plane.state_bytes` contiguous
+    bytes at every address. `axes` are (stride, count) of more than one step, largest stride first; each stride steps
+    over all smaller axes (`Plane` checks that). `whole` are the axes of the plane. Planes of different groups of one
+    pool may share bytes."""
 
     plane: Plane
     pool: tuple[str, str]
@@ -49,7 +50,7 @@ class _Box:
 
 
 class _Undecided(Exception):
-    """No steps are left."""
+    """No steps are left: what was not compared passes."""
 
 
 class _Steps:
@@ -176,7 +177,7 @@ def _fold(cluster: list[_Box]) -> list[_Box] | None:
 
 
 def _share_a_byte(one: _Box, other: _Box, steps: _Steps) -> bool:
-    """Whether the planes of two boxes have a byte in common.
+    """Whether the planes of two boxes have a byte in common; raises `_Undecided`.
 
     The distance between a cell of one plane and a cell of the other is that of their bases plus a multiple of each
     stride; a stride of both counts once, with the difference of the two indices.

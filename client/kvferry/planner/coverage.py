@@ -22,7 +22,8 @@ from kvferry.geometry.plane import Interval, Plane, TokenShard
 from kvferry.planner.line_rule import RankHolding, ReadShare, Stripe, effort, shares
 
 MAX_CELLS = 1 << 20
-"""Units times states of a block of one plane, which are enumerated to find its rows: 128 heads of 8,192 tokens."""
+"""Units times states of a block of one plane: these are enumerated to find its contiguous rows. 128 heads of 8,192
+tokens fit; more would fill the memory of the process that plans."""
 
 MAX_RANK_CELLS = 1 << 23
 """The same for all planes that one rank reads: five times 1,056 tokens of 8 heads in 96 layers, keys and values."""
@@ -196,6 +197,7 @@ class Coverer:
                 what = f"up to {plane.name}, blocks have {cells} units times states, more than {MAX_RANK_CELLS}"
                 mismatches.append(_too_large(plane, what))
                 break
+            # The stretches of bytes in which a block of a plane lies, on either side.
             places += sum(prod(count for _, count in side.apart) for read in made for side in (read.source, plane))
             if places > MAX_RANK_PLACES:
                 what = f"up to {plane.name}, blocks are in {places} places, more than {MAX_RANK_PLACES}"
@@ -274,7 +276,8 @@ def _too_large(plane: Plane, message: str) -> Mismatch:
 
 
 def _mismatches(offered: Iterable[tuple[int, Plane]], wanted: Plane, kind: GroupKind) -> Iterator[Mismatch]:
-    """Every compared field that differs, once per pair of values; or every other reason against reading the plane."""
+    """Every compared field in which a source plane differs from the destination's, once per pair of values, or every
+    other reason why the plane cannot be read."""
     fields = [*COMPARED]
     if kind is GroupKind.STATE:
         fields.append("block_states")
@@ -365,7 +368,8 @@ def _lacking(held: tuple[RankHolding, ...], size: int) -> tuple[Interval, ...]:
     for one in held:
         changes.setdefault(one.units.begin, []).append((one.tokens, 1))
         changes.setdefault(one.units.end, []).append((one.tokens, -1))
-    # From `reached` on: the ranks that hold each shard, the shards held of each split, and the splits held whole.
+    # For the units from `reached` on: the ranks that hold each shard, the shards held of each split, and the number of
+    # splits held whole.
     holders: Counter[TokenShard] = Counter()
     shards: Counter[tuple[int, int]] = Counter()
     reached = whole = 0

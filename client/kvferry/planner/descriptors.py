@@ -3,6 +3,8 @@
 A descriptor is one contiguous ``(source address, destination address, length)``. Most reads have the same rows of bytes
 in each of many blocks: a list of descriptors has rows, and runs of blocks, and a descriptor for each row and run. So
 checking a list and dividing it into chunks takes as long as there are rows and runs; only NIXL gets each descriptor.
+
+Pure: no I/O, no NIXL.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class MemoryPair(NamedTuple):
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockRows:
     """Rows that each block has, as NIXL can prepare them once per peer; compared by identity. `source`, `destination`
-    and `length` are those in block 0, ``uint64[rows]``; strides are in bytes."""
+    and `length` are those in block 0, ``uint64[rows]``; blocks have strides in bytes, and each side its number of
+    blocks."""
 
     source: Addresses
     destination: Addresses
@@ -122,7 +125,8 @@ class Descriptors:
         )
 
     def lists(self) -> tuple[Addresses, Addresses]:
-        """The descriptors of source and destination for NIXL's lists, ``uint64[n, 3]``: address, length, device."""
+        """The descriptors of the source, and of the destination, as NIXL's lists take them, ``uint64[n, 3]`` each:
+        address, length, device."""
         both = np.empty((2, len(self.length), len(self.repeats), 3), np.uint64)
         np.add.outer(self.source, self.source_offset, out=both[0, :, :, 0])
         np.add.outer(self.destination, self.destination_offset, out=both[1, :, :, 0])

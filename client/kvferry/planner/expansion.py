@@ -28,7 +28,8 @@ from kvferry.planner.rows import Cells, Int64s, RowExtent
 from kvferry.planner.token_line import Segment
 
 LONG_RUN = 4
-"""Mean run of blocks from which runs are merged here. NIXL merges shorter ones, in half the time (`BlockRows`)."""
+"""Mean run of blocks from which runs are merged here. Shorter runs are merged by NIXL, which makes a read of single
+blocks in half the time (`BlockRows`)."""
 
 OWN_LIST = 1024
 """Descriptors from which a list of rows and runs is worth its costs; fewer are listed one by one, beside others."""
@@ -42,7 +43,8 @@ MAX_DESCRIPTORS = 1 << 25
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SourceDescriptors:
-    """The reads from one source rank: `descriptors` straight to their destinations, `staged` through staging memory."""
+    """The reads from one source rank: `descriptors` straight into their destinations, `staged` through staging
+    memory."""
 
     source_rank: int
     descriptors: tuple[Descriptors, ...]

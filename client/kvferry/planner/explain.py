@@ -118,7 +118,7 @@ def _common(a: TokenShard, b: TokenShard) -> Fraction:
         return Fraction(1, a.count)
     periods = a.count * a.interleave, b.count * b.interleave
     common = math.gcd(*periods)
-    # Two of their states are the same where they are equal modulo `common`.
+    # Of each pair of held states that are equal modulo `common`, one state is held by both, in each common multiple.
     mine, theirs = (
         np.bincount((np.arange(shard.interleave) + shard.index * shard.interleave) % common, minlength=common)
         for shard in (a, b)
@@ -139,7 +139,8 @@ def _merges(lane: Lane, path: Path) -> bool:
 
 
 def layer_order(plans: Sequence[ReadPlan]) -> dict[str, int]:
-    """The destination's layer names with their positions: by the numbers in the names, a draft model's layers last."""
+    """The layer names of the destination engine with their positions: ordered by the numbers in the names, a draft
+    model's layers after the model's."""
     names = dict.fromkeys(plane.layer for _, plane in plans[0].destination.planes()) if plans else {}
     prefixes: dict[str, int] = {}
 

@@ -29,7 +29,8 @@ EXPECTED = "of the request's blocks, to the blocks of the same tokens"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Windows:
-    """Block 0 of some planes: stretches ``[begin, end)`` that do not touch, rising. Blocks are `stride` bytes apart."""
+    """The bytes of block 0 of some planes: stretches ``[begin, end)`` that do not touch, by rising address. Blocks are
+    `stride` bytes apart."""
 
     stride: int
     begin: Int64s
@@ -50,7 +51,7 @@ class Windows:
         starts, reached = starts[order], np.maximum.accumulate(np.concatenate(ends)[order])
         cuts = np.flatnonzero(starts[1:] > reached[:-1])
         begin, end = starts[np.append(0, cuts + 1)], reached[np.append(cuts, len(reached) - 1)]
-        # Where there is one block, its stride means nothing.
+        # Where there is one block, none is further on, and its stride means nothing.
         return cls(layout.block_stride if layout.num_blocks > 1 else ADDRESS_LIMIT - 1, begin, end)
 
     def room(self, address: Int64s) -> Int64s:
@@ -74,13 +75,14 @@ class _RequestBlocks:
         self._first = blocks.first
         self.block_tokens = blocks.block_tokens
         self.unambiguous = len(self._ids) == len(blocks.ids)
-        """Whether no id occurs twice: a source may publish a block twice."""
+        """Whether no id occurs twice in the request. A source may publish a block twice."""
         breaks = steps != 1
         self._run = np.cumsum(np.concatenate((np.zeros(1, np.int64), breaks))) if breaks.any() else None
         """For each block of the request, the number of its run in memory; None: there is one run."""
 
     def find(self, first: Int64s, last: Int64s) -> tuple[Bools, Int64s, Int64s]:
-        """Whether all ids from `first` to `last` are the request's, in this order, and the indices of both in it."""
+        """Whether all ids from `first` to `last` are the request's, one after the other, and the indices of these two
+        in the request."""
         low = np.searchsorted(self._ids, first)
         high = low + (last - first)
         known = np.less_equal(first, last) & np.less(high, len(self._ids))
@@ -105,8 +107,8 @@ class Footprint:
         self._theirs, self._mine = _RequestBlocks(needed.source), _RequestBlocks(needed.destination)
 
     def check(self, theirs: Windows, mine: Windows, made: Descriptors) -> None:
-        """Raise `InvalidField` unless all descriptors, in planes with these windows, read blocks of the request into
-        the blocks of the same tokens."""
+        """Raise `InvalidField` unless all descriptors read blocks of the request into the blocks of the same tokens, in
+        planes with these windows."""
         there = _blocks_of(theirs, made, made.source, made.source_offset)
         here = _blocks_of(mine, made, made.destination, made.destination_offset)
         if there is None or here is None or not self._agree(there, here):
@@ -118,7 +120,8 @@ class Footprint:
     ) -> None:
         """Raise `InvalidField` unless the `blocks` read into staging memory are the request's, both ends of each row
         lie in them, and the `pieces`, whose sources are indices into `blocks`, go on to the blocks of the same tokens.
-        Bytes between the ends, if of other blocks (units or planes may be further apart), are not copied on."""
+        Bytes between the ends may belong to other blocks, where units or planes are further apart than blocks; they are
+        not copied on."""
         ends = np.array([(extent.source, extent.source + extent.length - 1) for extent in extents], np.int64)
         right = bool((theirs.room(ends) > 0).all() and self._theirs.find(blocks, blocks)[0].all())
         for piece in pieces:
@@ -141,7 +144,8 @@ class Footprint:
 
 
 def _blocks_of(windows: Windows, made: Descriptors, row: Addresses, offset: Addresses) -> tuple[Int64s, Int64s] | None:
-    """The first and the last block of each run, on one side; None if a row does not lie in these blocks."""
+    """The first and the last block of each run, on the side with these addresses; None if a row does not lie in these
+    blocks."""
     # A number that wrapped is negative here, and belongs to no block.
     rows, offsets = row.view(np.int64), offset.view(np.int64)
     length, repeats = made.length.view(np.int64), made.repeats.view(np.int64)

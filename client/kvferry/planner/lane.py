@@ -6,7 +6,8 @@ rows of a lane (`rows`) are made once, and a request adds ``id * block_stride``.
 are fused when they are made: K with V, layers of one storage.
 
 `segments` gives the states that a lane moves for a request, as few cuts with many blocks each. The pieces of one period
-of the lane's line repeat, so those of any request are slices of its block ids; only its two ends are enumerated.
+of the lane's line repeat, so the pieces of a request of any length are slices of its block ids; only the two ends of
+the request are enumerated.
 """
 
 from __future__ import annotations
@@ -186,7 +187,8 @@ def segments(lane: Lane, needed: GroupRequest) -> list[Segment]:
 
 
 def span(lane: Lane, needed: GroupRequest) -> tuple[int, int]:
-    """The part ``[begin, end)`` of its line that a lane moves, in whole granules. Raises the error of `segments`."""
+    """The part ``[begin, end)`` of its line that a lane moves: its stripe of the needed tokens, in whole granules.
+    Raises the error of `segments`."""
     per_state, granule, token = lane.tokens_per_state, lane.granule, needed.begin
     if token < needed.required and _first_moved(lane, int(token // per_state)) < needed.floor:
         # The token that is not required cannot be moved alone. All stripes omit it, or they would not meet.

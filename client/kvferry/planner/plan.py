@@ -26,8 +26,9 @@ MAX_SIZE = 1 << 14
 """Lanes of a plan and pieces of their periods, together: twice those of the same reads from each of 4,096 ranks."""
 
 READS_KEPT = 1 << 16
-"""The most reads that all kept parts for some layers (`ReadPlan.of_layers`) have together. Usually there are as many
-parts as steps of a chunk, or as layers that are read one after the other."""
+"""The most reads that all kept parts for some layers (`ReadPlan.of_layers`) have together. There are as many parts as
+steps of a chunk, or as layers that are read one after the other; more only where a reader is late, or where a source
+never names the same layers twice."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +75,8 @@ class ReadPlan:
         return tuple(group for group in self.destination.groups if group.name in names)
 
     def only(self, wanted: Callable[[Plane], bool]) -> ReadPlan:
-        """The part of the plan that reads the destination planes for which `wanted` is true: some layers, say."""
+        """The part of the plan that reads the destination planes for which `wanted` is true: some layers, say. A rank
+        that reads its layers in several parts gets each byte once."""
         kept = {id(read): read for read in self.reads if wanted(read.destination)}
         parts = (replace(lane, reads=tuple(read for read in lane.reads if id(read) in kept)) for lane in self.lanes)
         lanes = tuple(part for part in parts if part.reads)
@@ -232,7 +234,8 @@ class RequestParts:
         if self._tokens is None:
             raise InvalidField("tokens", None, "the tokens to read, since the publication is not complete")
         if not self._checked:
-            # No part can check that no block is in two parts, and only the last would find a group without blocks.
+            # What no single part can check: that no block is in two parts; and what the last step would find after all
+            # bytes have moved: that all groups have blocks.
             groups = self._plan.groups
             mine = {group.name: self._destination[group.name] for group in groups if group.name in self._destination}
             written(groups, self.granted, mine, self._tokens, more=True)
@@ -293,5 +296,6 @@ class RequestParts:
 
 
 def _grows(group: Group, blocks: Blocks | None) -> bool:
-    """Whether blocks can be read before the last step: not those that the source rewrites while it computes."""
+    """Whether blocks can be read before the last step. Blocks that the source rewrites while it computes are read at
+    the end, even if the home announces them before."""
     return blocks is not None and blocks.end_token is not None and group.kind is GroupKind.TOKENS

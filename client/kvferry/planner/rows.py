@@ -44,12 +44,14 @@ class Rows:
 
 
 _strides = attrgetter("unit_stride", "page_tokens", "page_stride", "token_stride")
+"""The fields of a plane that with its base give every cell's address."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AlikePlanes:
     """Plane reads that differ only in their base addresses, so that their cells of `state_bytes` are enumerated once.
-    `source` and `destination` are the first's planes; the bases, ``int64[planes]``, are of the first unit read."""
+    `source` and `destination` are the planes of the first of them; the bases are the addresses of the first unit read,
+    ``int64[planes]``."""
 
     source: Plane
     destination: Plane

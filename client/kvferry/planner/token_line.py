@@ -1,8 +1,9 @@
 """The token line: the blocks of both sides laid end to end, and the pieces into which they cut it. Also the blocks of
-one side whose states have the same positions (`AlikeBlocks`): they are summed, or cleared, in one step.
+one side whose states have the same positions (`AlikeBlocks`): they are summed, or cleared, in one step. Pure.
 
 The line's points are the held states where both sides hold the same tokens, and all states where their token shards
-differ. A *piece* is a stretch within one block on each side that both sides hold.
+differ. A *piece* is a stretch within one block on each side that both sides hold. Pieces repeat with the lcm of the
+block sizes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ Index = TypeVar("Index", int, Int64s)
 @dataclass(frozen=True, slots=True)
 class StateLayout:
     """The positions of a request's states in the blocks of one side: `block_states` per block over all token shards,
-    `block_stride` bytes from block to block, `num_blocks` block ids. `shard` has the held states, counted in states."""
+    `block_stride` bytes from block to block. `shard` has the held states, counted in states; `num_blocks` are the block
+    ids of the group on this side."""
 
     block_states: int
     shard: TokenShard
@@ -73,8 +75,8 @@ class StateLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """The same cut of many blocks: ``source[i]`` is read into ``destination[i]``, ``int64[n]`` each: block ids; in a
-    `Line`, blocks counted from its origin."""
+    """The same cut of many blocks: ``source[i]`` is read into ``destination[i]``, ``int64[n]`` each. They are block
+    ids; in a `Line`, blocks counted from its origin."""
 
     cut: Cut
     source: Int64s

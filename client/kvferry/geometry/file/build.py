@@ -74,13 +74,7 @@ class _Part:
             _check_content(path, said, fields.attention)
         if fields.shards and said.shards is None and fields.kv_heads != file.model.kv_heads:
             raise self._wrong("shards", None, "a list of intervals: the group's kv_heads are not the model's")
-        self._shards: tuple[Interval, ...] = ()
-        if fields.shards is not None:
-            where = "shards" if said.shards is None else at(path, "shards")
-            if fields.kv_heads is None:
-                said_shards = short([[span.begin, span.end] for span in fields.shards])
-                raise InvalidField(where, said_shards, "no such field without kv_heads")
-            self._shards = _intervals(where, fields.shards, file.tp_size, fields.kv_heads)
+        self._shards = _checked_shards(at(path, "shards"), fields.shards, file.tp_size, fields.kv_heads)
         own_names = fields.layer_name != Table.model_fields["layer_name"].default
         most = MAX_LAYERS if own_names else file.model.layers
         self.layers = tuple(range(file.model.layers))
@@ -259,6 +253,8 @@ def build_engine(file: GeometryFile) -> EngineGeometry:
         raise InvalidField("pp_size", pp_size, f"at most the {layers} layers of the model")
     stages = shards(pp_size, layers) if file.stages is None else _intervals("stages", file.stages, pp_size, layers)
     _check_content("model", file.model, file.model.attention)
+    # Also where every group has shards of its own.
+    _checked_shards("shards", file.shards, tp_size, file.model.kv_heads)
     parts = [_Part(file, *table) for table in file.tables()]
     names = [part.group.name for part in parts]
     if twice := [index for index, name in enumerate(names) if names.count(name) > 1]:
@@ -359,6 +355,17 @@ def _check_content(path: str, said: Content, attention: str) -> None:
     for name in ("kv_heads", "head_dim") if mla else ("latent_dim", "rope_dim"):
         if name in said.model_fields_set:
             raise InvalidField(at(path, name), getattr(said, name), f"no such field {because}")
+
+
+def _checked_shards(
+    path: str, spans: Sequence[Interval] | None, tp_size: int, kv_heads: int | None
+) -> tuple[Interval, ...]:
+    """The heads held, by tp_rank; empty: the file has no shards. Raises `InvalidField`."""
+    if spans is None:
+        return ()
+    if kv_heads is None:
+        raise InvalidField(path, short([[span.begin, span.end] for span in spans]), "no such field without kv_heads")
+    return _intervals(path, spans, tp_size, kv_heads)
 
 
 def _intervals(path: str, spans: Sequence[Interval], count: int, size: int) -> tuple[Interval, ...]:
