@@ -3,7 +3,8 @@ command line and the node server's page show the same.
 
 A row has the cells by the titles of their columns; a title that starts with ``>`` is of a column aligned to the right.
 JSON is the protobuf JSON mapping of the response, with the names of the .proto files (snake_case), fields of value zero
-included. Bytes are hexadecimal digits, not base64: all are ids, which tables, errors, logs and agents' names write so.
+included: enums are their names, 64-bit integers are strings, durations are like ``"1.5s"``. Bytes are hexadecimal
+digits, not base64: all are ids, which tables, errors, logs and agents' names write so.
 """
 
 from __future__ import annotations

@@ -88,6 +88,16 @@ def test_acknowledgements_are_repeated_after_the_pause_unless_the_session_is_clo
     assert world.acknowledged == [[1]] * (1 if closed else 2)
 
 
+def test_a_warning_says_whose_releases_a_home_does_not_take(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.release(1)
+    for _ in range(8):
+        world.fail(HomeRecovering("not now"))
+        world.advance(1.0)
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert f"releases of engine {SPEC.engine_id!r}" in warning
+    assert "not now" in warning
+
+
 def test_a_call_acknowledges_a_bounded_number_of_releases(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(home_session, "MOST_ACKNOWLEDGED", 2)
     for number in range(1, 5):

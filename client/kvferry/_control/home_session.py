@@ -372,11 +372,12 @@ class HomeSession:
     async def _acknowledge(self) -> None:
         """Acknowledge releases, with one call at a time; releases that come meanwhile go with the next call. A home
         that refuses an acknowledgement repeats the release in its next full state."""
+        what = f"the acknowledgement of releases of engine {self.spec.engine_id!r}"
         try:
             while self._unacknowledged:
                 numbers = sorted(self._unacknowledged)[:MOST_ACKNOWLEDGED]
                 request = self._request([pb.Notification(released_ack=pb.ReleasedAck(publications=numbers))])
-                await retrying(partial(self._control.notify_one, request), math.inf)
+                await retrying(partial(self._control.notify_one, request), math.inf, what=what)
                 self._unacknowledged.difference_update(numbers)
         except KvferryError as error:
             logger.info("could not acknowledge releases: %s", error)
