@@ -268,6 +268,23 @@ def test_an_error_that_is_not_retryable_is_not_repeated(error: KvferryError) -> 
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize(("seconds", "raised"), [(0.3, HomeRecovering), (60.0, Unreachable)])
+def test_an_attempt_that_is_short_of_time_does_not_hide_why_the_call_failed(
+    seconds: float, raised: type[KvferryError]
+) -> None:
+    """It would be said that the home may be overloaded, or that a firewall drops packets."""
+    calls: list[float] = []
+
+    async def call(left: float) -> None:
+        calls.append(left)
+        if len(calls) == 1:
+            raise HomeRecovering("not yet", retry_after=0.2)
+        raise Unreachable("there was no answer in time", retry_after=60.0, address="home:1")
+
+    with looping() as loop, pytest.raises(raised):
+        loop.run(retrying(call, now() + seconds))
+
+
 def test_a_wait_without_an_answer_is_logged_with_its_subject(caplog: pytest.LogCaptureFixture) -> None:
     async def call(_: float) -> None:
         # Once it was said, what is waited for comes too late.

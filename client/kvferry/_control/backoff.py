@@ -110,13 +110,14 @@ async def retrying(
     call: Callable[[float], Awaitable[Answer]], deadline: float, most: float = CALL_TIMEOUT, *, what: str = ""
 ) -> Answer:
     """Repeat a call, which gets the seconds that it may take, at most `most`, while its error is retryable. After the
-    `deadline` on the loop's clock, the last error is raised.
+    `deadline` on the loop's clock, the last error is raised, or the one before if the last attempt was short of time.
 
     `what` is the subject of one warning if the wait is longer than `SILENCE`. If it is empty, one warning is logged for
     an error that persists after `SILENCE`; `Control` itself warns of an unreachable node server.
     """
     loop = asyncio.get_running_loop()
     backoff, reason = Backoff(jitter=0.5), "there is no answer yet"
+    before: KvferryError | None = None
     silent_until = loop.time() + SILENCE
     warning = loop.call_later(SILENCE, lambda: logger.warning("still waiting for %s: %s", what, reason))
     if not what:
@@ -129,11 +130,16 @@ async def retrying(
             except KvferryError as error:
                 pause = backoff.next(error.retry_after)
                 if not error.retryable or loop.time() + pause >= deadline:
+                    if before is not None and left < SILENCE and isinstance(error, Unreachable):
+                        # The deadline has cut this attempt short; what the node server said before is the reason.
+                        raise before from None
                     raise
-                reason = error.message
+                before, reason = error.with_traceback(None), error.message
                 if not what and not isinstance(error, Unreachable) and loop.time() >= silent_until:
                     logger.warning("still failing after %.0f s: %s", SILENCE, error.message)
                     silent_until = math.inf
             await asyncio.sleep(pause)
     finally:
+        # Its traceback refers to this frame.
+        before = None
         warning.cancel()
