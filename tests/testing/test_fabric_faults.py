@@ -206,7 +206,7 @@ def test_an_engine_that_died_is_unknown_after_its_ttl() -> None:
 
 
 def test_a_reader_that_died_pins_the_source_until_its_lease_ends() -> None:
-    with Fabric(ttl=10.0, max_ttl=10.0, hold=0.1) as fabric:
+    with Fabric(ttl=10.0, max_ttl=10.0, hold=10.0) as fabric:
         prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
         publication = prefill.publish(VALUES, THEIRS)
         with fabric.hold_reads() as held:
@@ -214,7 +214,8 @@ def test_a_reader_that_died_pins_the_source_until_its_lease_ends() -> None:
             held.wait()
             for client in (decode.scheduler, *decode.workers):
                 fabric.kill(client)
-            fabric.advance(12.0)
+            # The lease ends, and then the hold.
+            fabric.advance(24.0)
             assert prefill.outcome(publication).name == "UNREAD"
         assert not decode.holds(VALUES, MINE)
 

@@ -31,12 +31,13 @@ otherwise certificates that live for an hour would always be warned of."""
 
 @dataclass(frozen=True, slots=True)
 class Validity:
-    """The time in which certificates are valid, in seconds since 1970, and the subject of the certificate that ends
-    first; empty: this side's own."""
+    """The time in which certificates are valid, in seconds since 1970; and of the one that ends first the subject
+    (empty: this side's own) and the seconds for which it is valid in all (0: the others are valid for no less)."""
 
     start: float
     end: float
     subject: str = ""
+    lifetime: float = 0.0
 
 
 class ExpiryNotice:
@@ -47,7 +48,7 @@ class ExpiryNotice:
         self.validity = validity
         self._least = least
         self._what, self._then = what, then
-        self._below = min(EXPIRY_NOTICE, (validity.end - validity.start) * EXPIRY_SHARE)
+        self._below = min(EXPIRY_NOTICE, (validity.lifetime or validity.end - validity.start) * EXPIRY_SHARE)
 
     def warn(self, wall: float) -> None:
         """Warn if it is time to, at `wall` seconds since 1970."""
@@ -180,7 +181,9 @@ def own_validity(tls: TlsConfig) -> Validity | None:
         chain = (leaf, *_authorities(tls.cert.read_bytes()))
     except (ssl.SSLError, OSError, ValueError):
         return None
-    return Validity(max(each.start for each in chain), min(each.end for each in chain))
+    first = min(chain, key=lambda one: one.end)
+    # An authority above may be renewed just before the end: the warning of that does not come later for it.
+    return Validity(max(each.start for each in chain), first.end, lifetime=first.end - first.start)
 
 
 def date(seconds: float) -> str:

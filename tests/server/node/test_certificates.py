@@ -141,6 +141,24 @@ def test_warning_precedes_the_expiry_of_a_certificate_and_repeats_after_half_of_
     ]  # fmt: skip
 
 
+def test_a_renewed_authority_in_the_chain_delays_no_warning(
+    fleet: Authority, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls, renewed = fleet.issue("short"), list[Validity]()
+    monkeypatch.setattr("kvferry._wire.tls_files._authorities", lambda _: renewed)
+    for of in (TlsFiles, Certificates):
+        renewed.clear()
+        alone = own_validity(tls)
+        assert alone is not None
+        # It began when less than a third of the time was left, and less than a quarter is left now.
+        renewed.append(Validity(alone.end - 0.6 * DAY, alone.end + 9 * DAY, "above"))
+        caplog.clear()
+        files = of(tls, lambda end=alone.end: end - 0.4 * DAY)
+        files.content()
+        files.warn()
+        assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
 def test_warning_precedes_the_expiry_of_an_authority(
     fleet: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
