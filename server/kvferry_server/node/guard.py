@@ -50,7 +50,8 @@ PAGED_ANSWERS = frozenset({KV_TRANSFER + "Handshake"})
 """Streams that carry one answer in several messages. Their requests may be as large as those of unary calls."""
 
 WAITING = frozenset({KV_TRANSFER + "ReadBlocks"})
-"""Unary calls that wait for news. They count as streams, so that they keep no other calls out."""
+"""Unary calls that wait for news. They count as streams, so that they keep no other calls out. The drain of the home
+ends their waits."""
 
 
 class Guard:
@@ -58,8 +59,9 @@ class Guard:
 
     Attributes:
         calls, streams: the budgets of running calls, by host. Streams, and calls that wait, are counted apart, so that
-            they do not keep renewals and reports out. A single host gets half, each of two a third, and one call is
-            always free for a host that has none. Callers on the UNIX socket cannot be told apart and may have all.
+            they do not keep renewals and reports out. A host may start a call as long as it then has at most as many
+            calls as are free: a single host gets half, each of two a third, and one call is always free for a host
+            that has none. Callers on the UNIX socket cannot be told apart and may have all.
         answers: the budget of large answers that clients have not taken yet.
     """
 

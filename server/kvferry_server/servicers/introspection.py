@@ -264,8 +264,9 @@ def page(
 ) -> tuple[list[Summary], str]:
     """Return one page of entries, by engine and number, and the token of the next page, empty after the last. A page
     ends early if it would exceed `LISTING_PAGE_BYTES`, or if `MAX_LOOKS` were used up to find the wanted entries; then
-    it may be empty. `page_token` is empty for the first page. `wanted` returns whether an entry belongs to the listing,
-    and how many looks that took. Raises `InvalidField` for a malformed page size or token."""
+    it may be empty. `page_size` is at most 1000, and 0 stands for 100; `page_token` is empty for the first page.
+    `wanted` returns whether an entry belongs to the listing, and how many looks that took. Raises `InvalidField` for a
+    malformed page size or token."""
     size = checks.within("page_size", page_size, limits.MAX_PAGE_SIZE) or limits.DEFAULT_PAGE_SIZE
     after = parse_token(page_token)
     room, looks, last = limits.LISTING_PAGE_BYTES, limits.MAX_LOOKS, after
