@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -392,6 +393,23 @@ def test_a_wait_that_its_home_ends_is_a_timeout(tmp_path: Path, error: KvferryEr
         read.start()
         assert isinstance(read.outcome(), PublicationTimeout)
         assert read.given_back == [(FIRST, pb.RANK_OUTCOME_FAILED)]
+
+
+def test_a_call_that_is_short_of_time_does_not_hide_why_the_read_failed(tmp_path: Path) -> None:
+    """It would be said that the home may be overloaded, or that a firewall drops packets."""
+    over, calls = threading.Event(), count(1)
+
+    def poll(_: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
+        if next(calls) == 1:
+            read.ends_in(0.4)
+            raise HomeRecovering("not yet")
+        over.wait(30)
+        return polled()
+
+    with reading(tmp_path, poll) as (_, read):
+        read.start()
+        assert isinstance(read.outcome(), HomeRecovering)
+        over.set()
 
 
 @pytest.mark.parametrize("waits", [False, True])

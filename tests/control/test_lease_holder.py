@@ -99,6 +99,13 @@ def test_a_timeout_out_of_range_is_refused(holding: Holding, timeout: float) -> 
         ask(holding, timeout)
 
 
+def test_expected_reads_fit_their_field() -> None:
+    assert ReadTerms(1.0, expected_reads=2**31 - 1).expected_reads == 2**31 - 1
+    for wrong in (-1, 2**31):
+        with pytest.raises(InvalidField):
+            ReadTerms(1.0, expected_reads=wrong)
+
+
 @pytest.mark.parametrize("timeout", [0.001, 1.0, MOST_SECONDS])
 def test_any_timeout_in_range_makes_a_deadline(holding: Holding, timeout: float) -> None:
     assert ask(holding, timeout).deadline > now() + timeout - 60

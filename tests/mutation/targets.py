@@ -41,6 +41,7 @@ STEPS = ("tests/control/test_granted_steps.py",)
 AGAIN = ("tests/control/test_reacquisition.py",)
 HOLDER = ("tests/control/test_lease_holder.py", "tests/control/test_telling.py")
 ACQUISITION = ("tests/control/test_acquisition.py",)
+LYING = ("tests/testing/test_fabric_lying_homes.py", "tests/api/test_hostile_arguments.py")
 READ_BLOCKS = ("tests/server/servicers/test_read_blocks.py",)
 LOOP = ("tests/control/test_loop.py",)
 OWN_READS = ("tests/reads/test_cache_reads.py",)
@@ -195,6 +196,7 @@ TARGETS: dict[str, Target] = {
     "server/kvferry_server/servicers/watch.py": Target((STREAMS, BOUNDS, MODEL)),
     "server/kvferry_server/servicers/notify.py": Target((FEEDS, MODEL)),
     "client/kvferry/_control/reader_lease.py": Target((LEASE, MODEL)),
+    "client/kvferry/_control/acquire_request.py": Target((ACQUISITION, HOLDER, LYING)),
     "client/kvferry/_control/acquisition.py": Target((ACQUISITION, AGAIN, CONTROL)),
     "client/kvferry/_control/granted_steps.py": Target((STEPS, ACQUISITION)),
     "client/kvferry/_control/lease_holder.py": Target((HOLDER, CONTROL)),

@@ -74,6 +74,9 @@ class Acquisition:
         self._changed = changed
         self._backoff = Backoff()
         self._began, self._said = loop.now(), False
+        self._left = 0.0
+        self._before: KvferryError | None = None
+        """The seconds that the last call could take, and the error before its own."""
 
         self._lease: ReaderLease | None = None
         """Of the current attempt."""
@@ -170,7 +173,7 @@ class Acquisition:
         left = request.deadline - sent_at
         if lease is not None and left <= 0:
             raise request.timed_out()
-        left = max(0.001, left)
+        left = self._left = max(0.001, left)
         asked = pb.ReadBlocksRequest(lease_id=self._told_under, next_step=len(self._steps), wait=to_duration(left))
         asked.MergeFrom(self._asked)
         with request.span.calling():
@@ -225,7 +228,11 @@ class Acquisition:
         pause = self._backoff.next(error.retry_after)
         hopeless = isinstance(error, Unreachable) and request.home.unreachable_for > HOME_PATIENCE
         if not error.retryable or self._loop.now() + pause >= request.deadline or hopeless:
+            if self._before is not None and self._left < SILENCE and isinstance(error, Unreachable):
+                # The deadline has cut this call short; what the home said before is the reason.
+                raise self._before
             raise error
+        self._before = error.with_traceback(None)
         if not self._said and self._loop.now() - self._began >= SILENCE:
             self._said = True
             request.home.complain(error, f"still waiting for {request.named}")
