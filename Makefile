@@ -76,12 +76,12 @@ test-slow: setup node ## Run the rest: faults, processes, deployment, browsers, 
 		$(PYTEST)/o -m 'slow or property' $(PARALLEL) $(addprefix --ignore ,$(ALONE) $(WAITING)) || others=$$?; \
 		wait $$waiting || others=$$?; cat "$$base/log"; exit $$others; }
 
-# What numpy computes, protobuf encodes and grpcio calls, on the oldest that pyproject.toml allows: numpy 1.26 adds and
-# multiplies by other rules than numpy 2, and the add-ons for protobuf 4 are other ones. UCX is the same: one of its
-# transports will do.
+# What numpy computes, protobuf encodes, grpcio calls and pydantic reads, on the oldest that pyproject.toml allows: numpy
+# 1.26 adds and multiplies by other rules than numpy 2, and the add-ons for protobuf 4 are other ones. UCX is the same:
+# one of its transports will do.
 OLDEST_VENV := .venv-oldest/.installed
 OLDEST_TESTS := $(addprefix tests/planner/test_,oracle.py large_caches.py footprint.py floor.py statements.py descriptors.py) \
-	tests/geometry/test_blocks.py tests/memory/test_permute.py tests/transport/test_defence.py \
+	$(addprefix tests/geometry/test_,blocks.py geometry_files.py) tests/memory/test_permute.py tests/transport/test_defence.py \
 	tests/transport/test_large_reads.py tests/wire/test_geometry_over_the_wire.py \
 	tests/wire/test_status.py tests/api/test_copies.py tests/e2e/test_reads.py \
 	$(addprefix tests/server/servicers/test_,notifications.py read_blocks.py registering_ranks.py watch_streams.py)
@@ -98,7 +98,7 @@ $(OLDEST_VENV): pyproject.toml tests/oldest.txt
 	@.venv-oldest/bin/python -m pip --disable-pip-version-check -qq install -c tests/oldest.txt -e '.[server,nixl,test]'
 	@touch $@
 
-test-oldest: $(OLDEST_VENV) ## Run what depends on them on the oldest numpy, protobuf and grpcio
+test-oldest: $(OLDEST_VENV) ## Run what depends on them on the oldest numpy, protobuf, grpcio and pydantic
 	@base=$$(mktemp -d) && trap 'rm -rf "$$base"' EXIT && \
 		.venv-oldest/bin/python -m pytest --basetemp "$$base" \
 		$(or $(PYTEST_ARGS),-n $(WORKERS) --dist loadfile --no-loadscope-reorder -k 'not ucx-tcp' $(OLDEST_TESTS))

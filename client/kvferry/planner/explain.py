@@ -118,7 +118,8 @@ def _common(a: TokenShard, b: TokenShard) -> Fraction:
         return Fraction(1, a.count)
     periods = a.count * a.interleave, b.count * b.interleave
     common = math.gcd(*periods)
-    # Of each pair of held states that are equal modulo `common`, one state is held by both, in each common multiple.
+    # Each pair of a state of one period and a state of the other that are equal modulo `common` stands for one state
+    # that both shards hold, in each common multiple of the periods.
     mine, theirs = (
         np.bincount((np.arange(shard.interleave) + shard.index * shard.interleave) % common, minlength=common)
         for shard in (a, b)
