@@ -44,7 +44,8 @@ class Sending:
     A request is published when it has finished; a request with a router's reference in parts, while its prompt is
     computed. A part is the full blocks that a step of vLLM has completed in groups that keep all tokens; the rest
     follows at the end of the request: the last block, windows, states. Parts have only tokens of the prompt, because
-    vLLM may sample other tokens again, and no block that a drafter may still write to.
+    vLLM may sample other tokens again, and no block that a drafter may still write to, which vLLM does not take for its
+    prefix cache either.
 
     Blocks are published when every rank's device has computed their step, for the reasons in
     `kvferry.integrations.vllm.worker`; parts also wait until vLLM has ended the step, which it has when it finishes a
@@ -278,7 +279,8 @@ class Sending:
             outgoing.finished = True
             outgoing.prompt = published_prompt(request, outgoing.prompt, tokens, names_inputs=self._setup.names_inputs)
             if tokens == request.num_prompt_tokens and request.num_output_tokens == 1 and not self._setup.withheld:
-                # For engines that compute no token of a prompt: the first token of the answer.
+                # The first token of the answer, for engines that compute no token of a prompt. vLLM's decode computes
+                # the prompt's last token again, and does not need it.
                 outgoing.payload = first_token_payload(request.all_token_ids[tokens], tokens)
             if outgoing.step <= self._everywhere.computed:
                 publication = self._publish(outgoing, blocks, last=True)

@@ -74,7 +74,8 @@ class ConnectorSettings:
 
     def role_of(self, kv_role: str) -> str:
         """Return the engine's role: "prefill", "decode" or "both". Raises `InvalidField`: the engine would read, and is
-        not a consumer to vLLM, which would then reuse blocks to which a running step still writes."""
+        not a consumer to vLLM, which would then reuse blocks to which a running step still writes: the step would
+        overwrite the bytes of a read."""
         if self.role in ("decode", "both") and kv_role == "kv_producer":
             why = "only of consumers does vLLM keep blocks back until steps that write to them have ended"
             raise InvalidField("role", self.role, f"prefill, because kv_role is kv_producer: {why}")
