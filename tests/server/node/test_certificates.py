@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,7 @@ def test_a_renewed_authority_in_the_chain_delays_no_warning(
         # It began when less than a third of the time was left, and less than a quarter is left now.
         renewed.append(Validity(alone.end - 0.6 * DAY, alone.end + 9 * DAY, "above"))
         caplog.clear()
-        files = of(tls, lambda end=alone.end: end - 0.4 * DAY)
+        files = of(tls, partial(float, alone.end - 0.4 * DAY))
         files.content()
         files.warn()
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
