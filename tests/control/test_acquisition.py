@@ -442,7 +442,7 @@ def test_a_cancel_ends_a_call_that_waits(tmp_path: Path) -> None:
 
     with reading(tmp_path, poll) as (server, read):
         read.start()
-        server.until(lambda: len(server.asked) == 2)
+        server.until(lambda: len(server.asked) >= 2)
         read.cancel()
         assert isinstance(read.outcome(), asyncio.CancelledError)
         assert read.given_back == [(FIRST, pb.RANK_OUTCOME_CANCELLED)]
@@ -462,7 +462,7 @@ def test_a_cancel_waits_a_moment_for_the_lease_and_ends_it(
 
     with reading(tmp_path, poll) as (server, read):
         read.start()
-        server.until(lambda: len(server.asked) == 1)
+        server.until(lambda: len(server.asked) >= 1)
         read.cancel()
         if answers:
             cancelled.set()
@@ -479,7 +479,7 @@ def test_a_lease_of_an_attempt_that_failed_is_given_back_with_the_read(tmp_path:
 
     with reading(tmp_path, poll) as (server, read):
         read.start()
-        server.until(lambda: len(server.asked) == 2)
+        server.until(lambda: len(server.asked) >= 2)
         until(lambda: not read.renewals._kept)
         read.cancel()
         assert isinstance(read.outcome(), asyncio.CancelledError)
@@ -495,7 +495,7 @@ def test_a_closed_connection_ends_the_wait(tmp_path: Path) -> None:
 
     with reading(tmp_path, poll) as (server, read):
         read.start()
-        server.until(lambda: len(server.asked) == 1)
+        server.until(lambda: len(server.asked) >= 1)
         on_loop(read.loop, read.home.close)
         assert isinstance(read.outcome(), Closed)
         over.set()
@@ -520,7 +520,7 @@ def test_a_lease_that_is_lost_is_acquired_again_or_given_back(tmp_path: Path, ne
         server.notify = lambda request: [lost for _ in request.notifications]
         read.start()
         got = acquired(read.told())
-        server.until(lambda: len(server.asked) == 3)
+        server.until(lambda: len(server.asked) >= 3)
         if not needed:
             read.drop(got)
         answer.set()

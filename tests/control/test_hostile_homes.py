@@ -153,7 +153,7 @@ def test_a_delay_that_a_home_asks_for_has_a_bound(tmp_path: Path, monkeypatch: p
 
         server.watch = watch
         session = EngineSession(opened_session(control))
-        server.until(lambda: len(server.watched) == 2)
+        server.until(lambda: len(server.watched) >= 2)
         session.close()
 
 
@@ -226,7 +226,7 @@ def test_a_home_that_takes_nothing_keeps_few_messages_waiting_and_none_to_others
         deaf.until(lambda: len(deaf.notified) == 8)
         until(lambda: holder._notifier._waiting[far] == 3)
         let_go(holder, control)
-        server.until(lambda: len(server.notified) == 2)
+        server.until(lambda: len(server.notified) >= 2)
         assert sum(map(len, holder._notifier._later.values())) == 3
         on_loop(server.loop, far.close)
 

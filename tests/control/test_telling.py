@@ -104,7 +104,7 @@ def test_a_decline_that_a_home_cannot_take_yet_is_kept(tmp_path: Path, way: str)
 
         server.notify = notify
         on_loop(server.loop, lambda: holder.decline(reference(control.address)))
-        server.until(lambda: len(server.notified) == 4)
+        server.until(lambda: len(server.notified) >= 4)
         assert kinds(server) == ["decline"] * 4
 
 
@@ -120,7 +120,7 @@ def test_a_decline_that_a_home_refuses_is_logged_once(tmp_path: Path) -> None:
 
         server.notify = notify
         on_loop(server.loop, lambda: holder.decline(reference(control.address)))
-        server.until(lambda: len(server.notified) == 1)
+        server.until(lambda: len(server.notified) >= 1)
         cancel(holder, control)
         assert answered.wait(30)
         assert kinds(server) == ["decline", "cancel"]
@@ -215,7 +215,7 @@ def test_a_cancel_does_not_wait_for_the_end_of_a_pause(tmp_path: Path) -> None:
 
     with reading(tmp_path, recovering) as (server, read):
         read.start()
-        server.until(lambda: len(server.asked) == 1)
+        server.until(lambda: len(server.asked) >= 1)
         began = now()
         # Long enough for the answer to have come, and for the pause to have begun.
         threading.Event().wait(0.5)
@@ -301,7 +301,7 @@ def test_a_closed_connection_raises_closed(tmp_path: Path) -> None:
     with scripted(tmp_path) as (server, control):
         release = held_up(server)
         told = server.loop.submit(control.notify(pb.NotifyRequest(notifications=[pb.Notification()]), 30))
-        server.until(lambda: len(server.notified) == 1)
+        server.until(lambda: len(server.notified) >= 1)
         on_loop(server.loop, control.close)
         release.set()
         with pytest.raises(Closed):

@@ -141,6 +141,11 @@ def _begin(world: World, scenario: Scenario) -> tuple[Request, Reading | None]:
         return request, None
     _inject(world, scenario)
     if world.reader.process not in parties(world, scenario.target):
+        if scenario.until is Until.AT_ONCE:
+            with suppress(EngineNotListed):
+                return request, world.reader.read(request, timeout=timeout)
+            # A home that was told to end has withdrawn its listings, and the reader has heard of that: no read waits.
+            _restore(world, scenario)
         return request, _read(world, request, timeout)
     return request, None if killed_reader else world.reader.send_read(request, timeout=timeout)
 
@@ -178,7 +183,7 @@ def _restore(world: World, scenario: Scenario) -> None:
     for party in parties(world, scenario.target):
         if scenario.fault is Fault.STOPPED:
             party.resume()
-        elif isinstance(party, Node):
+        elif isinstance(party, Node) and not party.alive:
             party.start().ready()
     if scenario.fault is Fault.KILLED and scenario.target is Target.READER:
         world.replace_reader()
