@@ -91,7 +91,7 @@ def test_base_install_has_the_client_and_names_missing_packages(clean: Clean) ->
     assert run(programs / "python", "-c", "import kvferry; print(kvferry.__version__)") == f"{kvferry.__version__}\n"
     geometry = str(ROOT / "examples" / "geometry" / "llama3-8b-tp2.json")
     assert "descriptors" in run(programs / "kvferry", "plan", "--source", geometry, "--destination", geometry)
-    said = run(programs / "kvferryd", "--version", code=1)
+    said = run(programs / "kvferryd", "--listen", "127.0.0.1:0", code=1)
     assert said.startswith("kvferryd: ")
     assert said.endswith(" is missing. Install the server with: pip install 'kvferry[server]'\n")
 
