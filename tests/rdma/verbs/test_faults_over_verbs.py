@@ -133,14 +133,15 @@ def test_a_source_that_is_killed_fails_only_its_own_reads(world: World, everybod
         # The source that is read and judged.
         patch.setattr(world, "source", killed)
         request, reading = moving(world, [world.reader.process], PATIENT)
-        killed.second.kill()
-        world.reader.process.resume()
-        reading.number = world.reader.process.answer()[0]
-        beside = world.reader.read(going_on, timeout=PATIENT)
-        # A reader that closes meanwhile waits for no report.
-        left, under_way = closing.read_until_moving(second, [], timeout=PATIENT)
-        closing.process.call("close")
+        left, under_way = closing.read_until_moving(second, [closing.process], timeout=PATIENT)
         assert under_way
+        killed.second.kill()
+        for reader, its in ((closing, left), (world.reader, reading)):
+            reader.process.resume()
+            its.number = reader.process.answer()[0]
+        # A reader that closes meanwhile waits for no report.
+        closing.process.call("close")
+        beside = world.reader.read(going_on, timeout=PATIENT)
         assert left.wait_quiet(SOON)
         assert beside.outcome(PATIENT).error is None
         judge_read(reading, SOURCE_LOST.expected)
