@@ -17,6 +17,7 @@ from benchmarks.echo_server import echo_server
 from benchmarks.measures import FULL, Action, Effort, Measure, Topic, interleaved
 from benchmarks.node_server import ServerProcess, node_server
 from benchmarks.parties import TIMEOUT, Party, sent
+from kvferry._wire.version import OURS_ENCODED
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 LAYOUT = Layout()
@@ -98,7 +99,11 @@ def _scattered() -> Any:
 
 def _ask(source: Party, publication: int, reader: pb.EngineRef) -> pb.ReadBlocksRequest:
     return pb.ReadBlocksRequest(
-        reference=source.reference(publication), reader=reader, read_id=secrets.token_bytes(16), parties=1
+        version=OURS_ENCODED,
+        reference=source.reference(publication),
+        reader=reader,
+        read_id=secrets.token_bytes(16),
+        parties=1,
     )
 
 
@@ -168,10 +173,13 @@ def _renewals(
     """Seconds that the renewal of one lease takes while all others are renewed, each reader's in one call."""
     busy = [at for at, leases in enumerate(held) if leases]
     probe = pb.NotifyRequest(
-        sender=readers[busy[0]], notifications=[pb.Notification(renew=pb.Renew(lease_id=held[busy[0]][0]))]
+        version=OURS_ENCODED,
+        sender=readers[busy[0]],
+        notifications=[pb.Notification(renew=pb.Renew(lease_id=held[busy[0]][0]))],
     )
     batches = [
         pb.NotifyRequest(
+            version=OURS_ENCODED,
             sender=readers[at],
             notifications=[pb.Notification(renew=pb.Renew(lease_id=lease)) for lease in held[at]],
         )

@@ -150,7 +150,9 @@ class Party:
 
     def read_request(self, reference: str, read_id: bytes) -> pb.ReadBlocksRequest:
         """A read of a publication by this engine; the read_id has 16 bytes."""
-        return pb.ReadBlocksRequest(reference=reference, reader=self.ref, read_id=read_id, parties=1)
+        return pb.ReadBlocksRequest(
+            version=OURS_ENCODED, reference=reference, reader=self.ref, read_id=read_id, parties=1
+        )
 
     def validate_request(self, source: Party) -> pb.NotifyRequest:
         """What the one rank of a read without a lease asks after it has read all of a source's last publication."""
@@ -165,11 +167,13 @@ class Party:
 
     def as_source(self, *notifications: pb.Notification) -> pb.NotifyRequest:
         """A batch of a source."""
-        return pb.NotifyRequest(sender=self.ref, session_secret=self.secret, notifications=notifications)
+        return pb.NotifyRequest(
+            version=OURS_ENCODED, sender=self.ref, session_secret=self.secret, notifications=notifications
+        )
 
     def as_reader(self, *notifications: pb.Notification) -> pb.NotifyRequest:
         """A batch of a reader."""
-        return pb.NotifyRequest(sender=self.ref, notifications=notifications)
+        return pb.NotifyRequest(version=OURS_ENCODED, sender=self.ref, notifications=notifications)
 
     def done_request(self, lease_id: bytes) -> pb.NotifyRequest:
         """The report that the one rank of a read has read all."""

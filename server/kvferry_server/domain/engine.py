@@ -272,8 +272,11 @@ class Engine:
     def unpin(self, publication: PublicationRecord) -> None:
         """Note that a pinned publication is released. Call this before its steps are dropped."""
         del self.pinned[publication]
-        # The difference leaves out groups without blocks: a peer chooses their names.
-        self.pinned_blocks -= Counter({group: held.blocks for group, held in publication.extents.items()})
+        for group, held in publication.extents.items():
+            self.pinned_blocks[group] -= held.blocks
+            if not self.pinned_blocks[group]:
+                # A peer chooses the names of groups.
+                del self.pinned_blocks[group]
 
     def bytes_of(self, publication: PublicationRecord) -> int:
         """Return the bytes that an unreleased publication holds on all ranks that have registered."""

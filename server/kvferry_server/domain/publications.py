@@ -60,8 +60,9 @@ class PublicationRecord:
     # What the steps hold of each group, so that a new step is checked without going through them.
     extents: dict[str, PublishedExtent] = field(default_factory=dict)
     unfinished: dict[str, int] = field(default_factory=dict)  # by group, the end of blocks with only some layers
-    layers: set[str] = field(default_factory=set)  # names of the complete layers of unfinished blocks
-    mark_ends: list[int] = field(default_factory=list)  # ends of the prompt's marks so far
+    # Names of the complete layers of unfinished blocks. Not a set of its own: an empty one takes 216 bytes.
+    layers: frozenset[str] = frozenset()
+    mark_ends: tuple[int, ...] = ()  # ends of the prompt's marks so far
     step_count: int = 0  # steps that have arrived
     blocks: int = 0  # blocks published so far, over all groups
     expected_reads: int = 1  # the highest number that the source or a reader stated
@@ -115,19 +116,18 @@ class PublicationRecord:
                 min(before.first_token, new.first_token), max(before.end_token, new.end), before.blocks + new.num_blocks
             )
         if step.groups:
-            self.unfinished, self.layers = {}, set()
+            self.unfinished, self.layers = {}, frozenset()
         if step.unfinished is not None:
             self.unfinished.update({blocks.group: blocks.end for blocks in step.unfinished.groups})
-            self.layers.update(step.unfinished.layers)
-        self.mark_ends.extend(step.mark_ends)
+            self.layers = self.layers.union(step.unfinished.layers)
+        self.mark_ends += step.mark_ends
 
     def drop_steps(self) -> None:
         """Drop the steps and their checksums: no reader gets them any more."""
         self.steps.clear()
         self.extents.clear()
         self.unfinished.clear()
-        self.layers.clear()
-        self.mark_ends.clear()
+        self.layers, self.mark_ends = frozenset(), ()
         self.checksums = Checksums()
 
     def due(self) -> float:
@@ -282,7 +282,7 @@ def _check_unfinished(publication: PublicationRecord, step: PublicationStep) -> 
             if gained.get(group, 0) < end:
                 expected = f"group {group!r} up to token {end} at least, of which some layers were complete"
                 raise InvalidField("publish.groups", f"{group!r} up to {gained.get(group, 0)}", expected)
-        unfinished, layers = {}, set()
+        unfinished, layers = {}, frozenset()
     if step.unfinished is None:
         return
     begun = step.unfinished.groups

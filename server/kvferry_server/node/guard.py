@@ -132,13 +132,13 @@ class Guard:
             try:
                 if needs_deadline and context.time_remaining() is None:
                     raise DeadlineRequired(f"{method} needs a deadline: set a timeout for the call")
-                self._access.admit(method, context)
+                check = self._access.admit(method, context)
                 request: Any = self.requests.each(decode, context, host)
                 if not handler.request_streaming:
                     request, held = await self.requests.read(method, decode, context, host)
                     if method in PAGED_ANSWERS:
                         write = partial(_write_page, context, held)
-                self._access.check(method, request, context)
+                check(request)
                 if handler.response_streaming:
                     await _drive(behaviour(request, context), write)
                 else:

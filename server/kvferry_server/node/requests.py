@@ -51,9 +51,15 @@ class _Reading:
     task: asyncio.Task[Any]
     why_ended: KvferryError | None = None
 
+    def end(self, why: KvferryError) -> None:
+        if self.why_ended is None:
+            self.why_ended = why
+            self.task.cancel()
+
 
 class Arrivals:
-    """The request slots of one host, and its turn: the lock of its one request with much memory. Of one event loop."""
+    """The request slots of one host, and its turn: the lock of its one request with much memory. Of one event loop. One
+    timer serves all calls, and keeps this object for the next ones: both cost more than to read a small request."""
 
     def __init__(self, most: int) -> None:
         self.turn = asyncio.Lock()
@@ -71,15 +77,14 @@ class Arrivals:
         loop = asyncio.get_running_loop()
         self._waiting += 1
         try:
-            if self.slots.locked() and self._timer is None:
-                self._end_slow()
             await self.slots.acquire()
         finally:
             self._waiting -= 1
         large = False
         reading = _Reading(loop.time(), cast("asyncio.Task[Any]", asyncio.current_task()))
         self._reading[reading] = None
-        late = loop.call_later(REQUEST_TIMEOUT, self._end_late, reading)
+        if self._timer is None:
+            self._timer = loop.call_later(SLOW_PEER_TIMEOUT, self._end_overdue)
         try:
             raw = await context.read()
             large = raw is not grpc.aio.EOF and len(raw) >= limits.LARGE_MESSAGE
@@ -89,39 +94,30 @@ class Arrivals:
                 raise
             raise reading.why_ended from None
         finally:
-            late.cancel()
             self._reading.pop(reading, None)
             if not large:
                 self.slots.release()
 
-    def _end_slow(self) -> None:
-        """End calls that wait too long for their requests, as many as calls wait for slots, as long as they wait."""
-        self._timer = None
-        if not self._waiting:
-            return
+    def _end_overdue(self) -> None:
+        """End calls whose requests are late, and as many slow ones as calls wait for slots; look again while any call
+        reads."""
         loop = asyncio.get_running_loop()
-        look_again = loop.time() + SLOW_PEER_TIMEOUT
-        for reading in tuple(self._reading)[: self._waiting]:
-            if loop.time() < reading.since + SLOW_PEER_TIMEOUT:
+        now = loop.time()
+        look_again = now + SLOW_PEER_TIMEOUT
+        for index, reading in enumerate(tuple(self._reading)):
+            if now < reading.since + SLOW_PEER_TIMEOUT:
                 look_again = reading.since + SLOW_PEER_TIMEOUT
                 break
-            message = (
-                f"requests: this host has all {self._most} requests that are read at once, others of it wait, and this "
-                "call's peer was slow"
-            )
-            self._end(reading, LimitReached(message, retry_after=RETRY_AFTER, limit="requests", value=self._most))
-        self._timer = loop.call_at(look_again, self._end_slow)
-
-    def _end_late(self, reading: _Reading) -> None:
-        expected = f"a request that arrives within {REQUEST_TIMEOUT:g} s"
-        self._end(reading, InvalidField("request", "unfinished", expected))
-
-    def _end(self, reading: _Reading, why: KvferryError) -> None:
-        # Both timers may fire in one step of the event loop.
-        if reading in self._reading:
-            del self._reading[reading]
-            reading.why_ended = why
-            reading.task.cancel()
+            if now >= reading.since + REQUEST_TIMEOUT:
+                expected = f"a request that arrives within {REQUEST_TIMEOUT:g} s"
+                reading.end(InvalidField("request", "unfinished", expected))
+            elif index < self._waiting:
+                message = (
+                    f"requests: this host has all {self._most} requests that are read at once, others of it wait, and "
+                    "this call's peer was slow"
+                )
+                reading.end(LimitReached(message, retry_after=RETRY_AFTER, limit="requests", value=self._most))
+        self._timer = loop.call_at(look_again, self._end_overdue) if self._reading else None
 
 
 @dataclass(eq=False, slots=True)

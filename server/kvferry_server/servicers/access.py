@@ -244,29 +244,31 @@ class Access:
         # A policy may have many rules.
         self._granted = lru_cache(MAX_KEPT)(Policy.granted)
 
-    def admit(self, method: str, context: Context) -> None:
-        """Raise `NotAllowed` if the caller may not call a method, whatever the request."""
+    def admit(self, method: str, context: Context) -> Callable[[Any], None]:
+        """Check that a caller may call a method, whatever the request. Returns the check of the request. Both raise
+        `NotAllowed`."""
         entry = TABLE.get(method)
         if entry is None:
             raise NotAllowed(f"{method} is not open to anybody here", identity="", role="", engine_id="", method=method)
-        self._check(method, entry, context, lambda: (Need(entry.roles),))
-
-    def check(self, method: str, request: Any, context: Context) -> None:
-        """Raise `NotAllowed` unless the caller, who was admitted, may make a call with this request."""
-        entry = TABLE[method]
-        self._check(method, entry, context, lambda: (Need(entry.roles), *entry.needs(request)))
-
-    def _check(self, method: str, entry: Entry, context: Context, needs: Callable[[], Iterable[Need]]) -> None:
         policy = self._policy()
         if policy.everyone.covers(entry.roles):
-            return
+            return _admitted
         identities = self._identities(context)
         granted = self._granted(policy, identities)
         if granted.covers(entry.roles):
-            return
-        for need in needs():
-            if not granted.allows(need):
-                raise _refusal(method, identities, need)
+            return _admitted
+
+        def check(needs: Iterable[Need]) -> None:
+            for need in needs:
+                if not granted.allows(need):
+                    raise _refusal(method, identities, need)
+
+        check((Need(entry.roles),))
+        return lambda request: check(entry.needs(request))
+
+
+def _admitted(_: object) -> None:
+    """Check nothing: the caller may send any request."""
 
 
 def _refusal(method: str, identities: tuple[str, ...], need: Need) -> NotAllowed:

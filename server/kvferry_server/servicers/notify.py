@@ -51,22 +51,22 @@ async def notify(
     slices = home.time_slices
     short = (len(kinds) == 1 and kinds[0] != "ask") or all(kind == "renew" for kind in kinds)
 
-    async def pause_if_over() -> None:
-        if slices.over:
-            await slices.wait(caller.host, short=short)
-            # Earlier checks may no longer hold, now that other calls have worked.
-            check()
+    async def pause() -> None:
+        await slices.wait(caller.host, short=short)
+        # Earlier checks may no longer hold, now that other calls have worked.
+        check()
 
     await slices.begin(caller.host, short=short)
     check()
     results = list[pb.NotificationResult]()
     elsewhere: dict[str, dict[int, pb.Decline]] = {}  # by home and index
     for index, (kind, notification) in enumerate(zip(kinds, request.notifications, strict=True)):
-        await pause_if_over()
+        if slices.over:
+            await pause()
         home.journal.notifications[kind] += 1
         try:
             if kind == "checksums" and sender is not None:
-                await publish_checksums(home, sender, notification.checksums, pause_if_over)
+                await publish_checksums(home, sender, notification.checksums, pause)
                 result = None
             else:
                 with home.turn():

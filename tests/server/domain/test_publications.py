@@ -412,7 +412,7 @@ def test_a_repeated_step_with_another_digest_is_refused(scene: Scene) -> None:
         with pytest.raises(InvalidField) as caught:
             scene.publish(last=False, marks=other)
         assert caught.value.values["field"] == "publish.step"
-    assert publication.mark_ends == [64]
+    assert publication.mark_ends == (64,)
 
 
 @pytest.mark.parametrize("step", [0, 1])
@@ -422,7 +422,7 @@ def test_mark_of_an_end_comes_once(scene: Scene, step: int) -> None:
     twice = marked(64) if step else marked(64, 128, 64)
     with pytest.raises(InvalidField, match=r"publish\.marks.*end 64 again"):
         scene.publish(step=step, marks=twice)
-    assert scene.publish(step=step, marks=marked(128)).mark_ends == [*([64] * step), 128]
+    assert scene.publish(step=step, marks=marked(128)).mark_ends == (*([64] * step), 128)
 
 
 def test_marks_of_a_publication_are_limited_over_all_steps(scene: Scene) -> None:
@@ -449,7 +449,7 @@ def test_marks_are_accounted_with_about_the_memory_they_use(scene: Scene) -> Non
 
 def test_mark_digests_are_not_in_a_repr(scene: Scene) -> None:
     publication = scene.publish(marks=marked(64))
-    assert "[64]" in repr(publication)
+    assert "mark_ends=(64,)" in repr(publication)
     assert "dddd" not in repr(publication)
 
 
