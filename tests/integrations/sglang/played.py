@@ -13,7 +13,8 @@ from kvferry import Prompt, Release, router_reference
 from kvferry._reads.cache_reads import ReadState
 from kvferry.errors import KvferryError
 from kvferry.integrations.sglang.bootstrap import Source, room_reference
-from kvferry.integrations.sglang.manager import KvferryManager, counts_of
+from kvferry.integrations.sglang.manager import KvferryManager
+from kvferry.integrations.sglang.metrics import counts_of
 from kvferry.integrations.sglang.requests import KvferryReceiver
 
 ROOM = 417

@@ -28,7 +28,8 @@ from kvferry.engine import SchedulerPort, WorkerOutput, WorkerPort
 from kvferry.geometry import shard
 from kvferry.integrations.sglang.answers import AnswerStep, RadixAnswers
 from kvferry.integrations.sglang.loads import LoadStep, RadixLoads
-from kvferry.integrations.sglang.manager import PREFIX_SOURCE, KvferryManager, counts_of
+from kvferry.integrations.sglang.manager import PREFIX_SOURCE, KvferryManager
+from kvferry.integrations.sglang.metrics import counts_of
 from kvferry.integrations.sglang.pools import Pools, describe_pools
 from kvferry.testing import Fabric
 from tests.support.waiting import until

@@ -20,7 +20,8 @@ from kvferry import EngineSpec, Group, Prompt, Release, ReleaseOutcome
 from kvferry.errors import EngineUnknown, InvalidField
 from kvferry.integrations.sglang import hooks
 from kvferry.integrations.sglang.hooks import MAKES_RECEIVERS, MAKES_SENDERS, tell_receiver, tell_sender
-from kvferry.integrations.sglang.manager import KvferryManager, counts_of
+from kvferry.integrations.sglang.manager import KvferryManager
+from kvferry.integrations.sglang.metrics import counts_of
 from kvferry.integrations.sglang.requests import KvferryReceiver, KvferrySender
 from tests.integrations.sglang.played import GIVEN, PROMPT, ROOM, PlayedManager, reading
 

@@ -210,13 +210,10 @@ class RadixLoads:
             self._ended(int(end.request_id), counts=end.error is None)
         else:
             self._failed.append(int(end.request_id))
-        counts = self._manager.counts
-        counts.add("reads.outcomes", "done" if end.error is None else "failed")
         if end.error is None:
-            counts.add("reads.prompts", end.prompt)
-            counts.add("ranks.bytes", by=end.bytes)
+            self._manager.counts.read_done(end)
         else:
-            counts.add("reads.failures", type(end.error).__name__)
+            self._manager.counts.read_failed(type(end.error).__name__)
             logger.warning("a prefix could not be read: %s: %s", type(end.error).__name__, end.error)
 
     # On every rank.

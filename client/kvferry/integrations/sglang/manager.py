@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import socket
 import time
@@ -29,9 +28,9 @@ from kvferry.integrations.remembered import remember
 from kvferry.integrations.sglang import hooks
 from kvferry.integrations.sglang.aux_rows import AuxRows
 from kvferry.integrations.sglang.bootstrap import Source, Sources, register_source, room_is_usable
+from kvferry.integrations.sglang.metrics import counts_of
 from kvferry.integrations.sglang.pools import FULL, Pools, describe_pools
 from kvferry.integrations.sglang.settings import Settings, check_supported
-from kvferry.stats import METRICS
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +42,6 @@ BETWEEN_BREATHS = 1e-3
 
 REPEATED = "the request's bootstrap_room is that of another request, which is under way"
 """The failure of a request whose room belongs to another request."""
-
-SHOWN = "reads.outcomes", "reads.failures", "reads.prompts", "ranks.bytes", "source.published", "source.released"
-"""The metrics of `METRICS` that a rank counts."""
 
 PREFIX_SOURCE = "kvferry_prefix_source"
 """The field of a request's ``custom_params``, and of its answer's ``meta_info``, with the engine reference."""
@@ -59,32 +55,6 @@ class RequestFailed(Exception):
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"kvferry: {reason or 'another rank has failed'}")
-
-
-class Counts:
-    """The counters of one rank: `SHOWN`, with the label ``tp_rank``. A failed read is counted by each rank that knows
-    the reason. SGLang's processes share counters in files (prometheus-client's multiprocess mode), which does not
-    support collectors."""
-
-    def __init__(self, rank: int) -> None:
-        # Imported late: prometheus-client reads the folder of the files at import, and SGLang sets the folder first.
-        from prometheus_client import Counter
-
-        self._rank = str(rank)
-        self._made: dict[str, Counter] = {}
-        for path in SHOWN:
-            metric = METRICS[path]
-            self._made[path] = Counter(metric.name, metric.documentation, ["tp_rank", *metric.labels])
-            for value in metric.values:
-                self._made[path].labels(self._rank, value)
-
-    def add(self, path: str, *labels: str, by: int = 1) -> None:
-        """Add to the counter with this path in `METRICS`, for these values of its labels."""
-        self._made[path].labels(self._rank, *labels).inc(by)
-
-
-counts_of = functools.cache(Counts)
-"""Returns the counters of a rank, which are made once in a process."""
 
 
 class KvferryManager(BaseKVManager):  # type: ignore[misc]

@@ -229,9 +229,7 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         if tokens != self._prompt_tokens:
             return self.fail(f"prefill has computed a prompt of {tokens} tokens, and decode has {self._prompt_tokens}")
         self._good = True
-        self.kv_mgr.counts.add("reads.outcomes", "done")
-        self.kv_mgr.counts.add("reads.prompts", result.prompt)
-        self.kv_mgr.counts.add("ranks.bytes", by=result.bytes)
+        self.kv_mgr.counts.read_done(result)
         return KVPoll.Success
 
     def _find(self) -> Any:
@@ -256,8 +254,7 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
             name = type(reason).__name__ if isinstance(reason, Exception) else RequestFailed.__name__
             self._failure = f"{name}: {reason}" if isinstance(reason, Exception) else reason
             self._is_anothers = isinstance(reason, PromptMismatch)
-            self.kv_mgr.counts.add("reads.outcomes", "failed")
-            self.kv_mgr.counts.add("reads.failures", name)
+            self.kv_mgr.counts.read_failed(name)
         return KVPoll.Failed
 
     def abort(self) -> None:
