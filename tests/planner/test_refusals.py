@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.errors import BadGeometry, Incompatible, InvalidField, Mismatch
 from kvferry.geometry import EngineGeometry, Group, GroupKind, Interval, Plane, RankGeometry, TokenShard
-from kvferry.planner import diff, plan_read
+from kvferry.planner import coverage, diff, plan_read
 from tests.support.geometries import HND, NHD, Engine, Held, Layout, Rank, Tensor, engine, tensors, tp_ranks
 
 GQA = tensors(layers=1, axis=4)
@@ -251,6 +251,24 @@ def test_blocks_with_too_many_cells_are_refused_before_they_fill_the_memory() ->
     group = Group("full", block_tokens=1 << 11, num_blocks=1)
     mismatch = only(grouped("p", group, huge), grouped("d", group, huge))
     assert mismatch.kind == "too_large"
+
+
+@pytest.mark.parametrize(
+    ("limit", "says"),
+    [
+        ("MAX_EFFORT", "to share layers.0/{} out among 1 holders takes more than 0 steps"),
+        ("MAX_RANK_CELLS", "up to layers.0/{}, blocks have 64 units times states, more than 0"),
+        ("MAX_RANK_PLACES", "up to layers.0/{}, blocks are in 2 places, more than 0"),
+    ],
+)
+def test_what_takes_too_much_work_names_its_plane_and_the_limit(
+    limit: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coverage, limit, 0)
+    mismatch = only(engine("p", GQA, 1).geometry(), engine("d", GQA, 1).geometry())
+    assert mismatch.kind == "too_large"
+    assert mismatch.where in ("layers.0/key", "layers.0/value")
+    assert mismatch.message == says.format(mismatch.where.rpartition("/")[2])
 
 
 def test_a_rank_that_does_not_exist_is_refused() -> None:
