@@ -4,12 +4,11 @@ in each process. And SGLang's own settings that the backend does not support."""
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any, Literal
 
 from kvferry import Client, TlsConfig
 from kvferry.errors import InvalidField
@@ -34,13 +33,18 @@ class Settings:
     read_timeout: Seconds = 120.0  # until a read fails, the wait for its publication included
     start_timeout: Seconds = 30.0  # for which the engine waits for its node server
     # Names of the layers, with ``{}`` for their numbers; engines read only layers of the same names.
-    layer_names: Annotated[str, Field(pattern=r"^[^{}]*\{\}[^{}]*$")] = LAYER_NAMES
+    layer_names: str = LAYER_NAMES
     prompt_check: Literal["compare", "require", "off"] = "compare"  # see `Client`
     prefix_share: PrefixShare = 0.25  # of the pages that may be held for engines that have asked for prefixes
     prefix_wait: PrefixWait = 0.2  # seconds that a request waits for an engine that is asked for its prefix
     tls_ca: Path | None = None  # PEM files; none: no TLS
     tls_cert: Path | None = None
     tls_key: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[^{}]*\{\}[^{}]*", self.layer_names):
+            expected = f"the name of a layer, with {{}} for its number, such as {LAYER_NAMES}"
+            raise InvalidField("layer_names", self.layer_names, expected)
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> Settings:
