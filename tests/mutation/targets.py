@@ -15,12 +15,15 @@ PLAN = (
 NEEDED = ("tests/planner/test_needed.py",)
 ROWS = ("tests/planner/test_rows.py",)
 SEGMENTS = ("tests/planner/test_segments.py",)
+COUNTED = ("tests/planner/test_descriptors_counted.py",)
 REFUSALS = ("tests/planner/test_refusals.py", "tests/planner/test_overlaps.py", "tests/planner/test_statements.py")
 ORACLE = ("tests/planner/test_oracle.py", "tests/planner/test_sweep.py")
 HOME = (
     "tests/server/domain/test_leases.py",
     "tests/server/domain/test_publications.py",
     "tests/server/domain/test_engines.py",
+    "tests/server/domain/test_questions.py",
+    "tests/server/domain/test_shares.py",
     "tests/server/home/test_home.py",
     "tests/server/domain/test_decisions.py",
     "tests/server/servicers/test_authority.py",
@@ -168,7 +171,7 @@ TARGETS: dict[str, Target] = {
         (ROWS, *PLANNER), {"loops_of: True -> False": "what is zipped has equal lengths by its construction"}
     ),
     "client/kvferry/planner/request_blocks.py": Target((NEEDED, *PLANNER)),
-    "client/kvferry/planner/lane.py": Target((SEGMENTS, *PLANNER, PARTS)),
+    "client/kvferry/planner/lane.py": Target((SEGMENTS, COUNTED, *PLANNER, PARTS)),
     "server/kvferry_server/domain/lessor.py": Target(LESSOR),
     "server/kvferry_server/domain/sources.py": Target(LESSOR),
     "server/kvferry_server/domain/records.py": Target(LESSOR),
