@@ -45,6 +45,7 @@ AGAIN = ("tests/control/test_reacquisition.py",)
 HOLDER = ("tests/control/test_lease_holder.py", "tests/control/test_telling.py")
 ACQUISITION = ("tests/control/test_acquisition.py",)
 LYING = ("tests/testing/test_fabric_lying_homes.py", "tests/api/test_hostile_arguments.py")
+WITHHELD = ("tests/server/servicers/test_agent_metadata.py",)
 READ_BLOCKS = ("tests/server/servicers/test_read_blocks.py",)
 LOOP = ("tests/control/test_loop.py",)
 OWN_READS = ("tests/reads/test_cache_reads.py",)
@@ -197,7 +198,7 @@ TARGETS: dict[str, Target] = {
             "_difference: True -> False": "as many of each, as is asked before",
         },
     ),
-    "server/kvferry_server/servicers/kv_transfer.py": Target((READ_BLOCKS, BOUNDS, MODEL)),
+    "server/kvferry_server/servicers/kv_transfer.py": Target((READ_BLOCKS, WITHHELD, BOUNDS, MODEL)),
     "server/kvferry_server/servicers/watch.py": Target((STREAMS, BOUNDS, MODEL)),
     "server/kvferry_server/servicers/notify.py": Target((FEEDS, MODEL)),
     "client/kvferry/_control/reader_lease.py": Target((LEASE, MODEL)),
