@@ -353,6 +353,25 @@ async def test_geometries_in_work_keep_no_renewal_out() -> None:
         await asyncio.gather(*busy)
 
 
+async def test_host_has_one_heavy_request_in_work() -> None:
+    async with guarded() as (stub, servicer, guard, _):
+        heavy = pb.RegisterCacheRequest(engine=pb.EngineRef(engine_id="wait", incarnation=b"x" * (2 << 20)))
+        first = asyncio.ensure_future(stub.RegisterCache(heavy, timeout=60))
+        await asyncio.wait_for(servicer.entered.wait(), 10)
+        # Until no timer keeps the turn of this host: then only the first request does.
+        arriving = guard.requests._arriving
+        await asyncio.wait_for(until(lambda: not any(found._timer for found in arriving.values())), 10)
+        servicer.entered.clear()
+        second = asyncio.ensure_future(stub.RegisterCache(heavy, timeout=60))
+        await asyncio.wait_for(until(lambda: guard.requests.memory.used > 4 << 20), 10)
+        # It has arrived, and small requests that came later are done.
+        for _ in range(20):
+            await stub.RegisterCache(pb.RegisterCacheRequest(), timeout=10)
+        assert not servicer.entered.is_set()
+        servicer.go_on.set()
+        await asyncio.gather(first, second)
+
+
 async def test_slots_are_freed_however_a_request_ends() -> None:
     class Peer:
         def __init__(self, answer: Any) -> None:
