@@ -60,8 +60,8 @@ class PublicationRecord:
     # What the steps hold of each group, so that a new step is checked without going through them.
     extents: dict[str, PublishedExtent] = field(default_factory=dict)
     unfinished: dict[str, int] = field(default_factory=dict)  # by group, the end of blocks with only some layers
-    # Names of the complete layers of unfinished blocks. Not a set of its own: an empty one takes 216 bytes.
-    layers: frozenset[str] = frozenset()
+    # Names of the complete layers of unfinished blocks. A set only from the first one on: an empty set takes 216 bytes.
+    layers: set[str] | frozenset[str] = frozenset()
     mark_ends: tuple[int, ...] = ()  # ends of the prompt's marks so far
     step_count: int = 0  # steps that have arrived
     blocks: int = 0  # blocks published so far, over all groups
@@ -119,7 +119,9 @@ class PublicationRecord:
             self.unfinished, self.layers = {}, frozenset()
         if step.unfinished is not None:
             self.unfinished.update({blocks.group: blocks.end for blocks in step.unfinished.groups})
-            self.layers = self.layers.union(step.unfinished.layers)
+            # In place: there may be thousands of layers, each in a step of its own.
+            self.layers = self.layers or set()
+            self.layers |= set(step.unfinished.layers)
         self.mark_ends += step.mark_ends
 
     def drop_steps(self) -> None:
@@ -290,7 +292,7 @@ def _check_unfinished(publication: PublicationRecord, step: PublicationStep) -> 
         expected = "none, until the unfinished blocks before are complete" if begun else "at least one"
         raise InvalidField("publish.unfinished.groups", [blocks.group for blocks in begun], expected)
     # A reader looks at all layers with each further step.
-    if len(layers) + len(step.unfinished.layers) > MAX_LAYERS < len(layers.union(step.unfinished.layers)):
+    if len(layers) + len(set(step.unfinished.layers) - layers) > MAX_LAYERS:
         expected = f"at most {MAX_LAYERS} of the same blocks, over all steps"
         raise InvalidField("publish.unfinished.layers", f"{len(step.unfinished.layers)} more layers", expected)
     count = sum(blocks.num_blocks for blocks in begun)

@@ -38,7 +38,7 @@ MIN_HOME_MEMORY = 16 << 20  # Least of a home's budget
 WORKING_MEMORY = 384 << 20
 """Most that the process takes besides its home's budget: 100 MiB for the program; the requests and answers in work."""
 
-REQUEST_TIMEOUT = 10.0  # How long a request may take to arrive
+REQUEST_TIMEOUT = 10.0  # How long a request may take to arrive; looked at every `SLOW_PEER_TIMEOUT`
 RETRY_AFTER = 0.25  # Retry delay of a call that a limit refused
 
 SLOW_PEER_TIMEOUT = 0.25  # How long a call may wait for its peer while other calls of its host wait to be read

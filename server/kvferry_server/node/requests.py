@@ -128,7 +128,7 @@ class HeldRequest:
     memory: Budget
     host: str
     size: int = 0
-    turn: asyncio.Lock | None = None
+    turn_of: Arrivals | None = None  # Not the lock alone: then the host's next call would find new `Arrivals`
 
     def count(self, size: int) -> None:
         """Hold `size` bytes in all, if worth counting; raises `LimitReached` if this host's requests hold too many."""
@@ -140,9 +140,9 @@ class HeldRequest:
         self.size = size
 
     def end_turn(self) -> None:
-        turn, self.turn = self.turn, None
-        if turn is not None:
-            turn.release()
+        arrivals, self.turn_of = self.turn_of, None
+        if arrivals is not None:
+            arrivals.turn.release()
 
     def free(self) -> None:
         """To be called once."""
@@ -172,7 +172,7 @@ class Requests:
             if raw is grpc.aio.EOF:
                 raise InvalidField("request", "nothing", "one message")
             _check_size(raw, MAX_REQUEST_BYTES.get(method, limits.MAX_SMALL_REQUEST))
-            return await self._decoded(decode, raw, host, held, arrivals.turn), held
+            return await self._decoded(decode, raw, host, held, arrivals), held
         except BaseException:
             held.free()
             raise
@@ -196,7 +196,7 @@ class Requests:
             arrivals.slots.release()
         return raw
 
-    async def _decoded(self, decode: Decode, raw: bytes, host: str, held: HeldRequest, turn: asyncio.Lock) -> Any:
+    async def _decoded(self, decode: Decode, raw: bytes, host: str, held: HeldRequest, arrivals: Arrivals) -> Any:
         shape = shape_of(decode.__self__.DESCRIPTOR)
         size = int(len(raw) * shape.factor) + shape.size
         if size > limits.COUNTED_REQUEST:
@@ -207,8 +207,8 @@ class Requests:
         if size <= limits.HEAVY_REQUEST:
             held.count(size)
             return _parsed(decode, raw)
-        await turn.acquire()
-        held.turn = turn
+        await arrivals.turn.acquire()
+        held.turn_of = arrivals
         held.count(size)
         return await self._worker.run(host, lambda: _parsed(decode, raw))
 

@@ -368,6 +368,15 @@ def test_unfinished_blocks_have_to_be_completed_first(scene: Scene, bad: dict[st
     scene.publish(step=2, groups=(blocks(4, start=5),))
 
 
+def test_further_layers_are_added_without_a_copy_of_all(scene: Scene) -> None:
+    """There may be 8192, each in a step of its own."""
+    publication = scene.publish(**named("a", begun=[blocks()]))
+    layers = publication.layers
+    scene.publish(step=1, **named("b"))
+    assert publication.layers is layers
+    assert layers == {"a", "b"}
+
+
 def test_layers_of_unfinished_blocks_are_counted_over_all_steps(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publications, "MAX_LAYERS", 3)
     scene.publish(last=False)

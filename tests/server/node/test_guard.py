@@ -30,7 +30,7 @@ from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer, add_KVTransferSe
 from kvferry_server.home.time_slices import TimeSlices, Worker
 from kvferry_server.node.grpc_server import Server
 from kvferry_server.node.guard import UNKNOWN_METHOD, Guard
-from kvferry_server.node.requests import Arrivals, Requests
+from kvferry_server.node.requests import Requests
 from kvferry_server.servicers.access import TRUSTED
 from tests.support.stubs import KVTransferStub
 
@@ -353,25 +353,20 @@ async def test_geometries_in_work_keep_no_renewal_out() -> None:
         await asyncio.gather(*busy)
 
 
-async def test_slots_are_freed_however_a_request_ends() -> None:
-    class Peer:
-        def __init__(self, answer: Any) -> None:
-            self.answer = answer
-
-        async def read(self) -> Any:
-            if isinstance(self.answer, BaseException):
-                raise self.answer
-            return self.answer
-
-    arrivals = Arrivals(1)
-    for failing in (RuntimeError("gone"), asyncio.CancelledError()):
-        with pytest.raises((RuntimeError, asyncio.CancelledError)):
-            await asyncio.wait_for(arrivals.read(Peer(failing)), 10)
-    for small in (grpc.aio.EOF, b"small"):
-        assert await asyncio.wait_for(arrivals.read(Peer(small)), 10) == (small, False)
-    assert await asyncio.wait_for(arrivals.read(Peer(LARGE_REQUEST)), 10) == (LARGE_REQUEST, True)
-    waiting = asyncio.ensure_future(arrivals.read(Peer(b"next")))
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    arrivals.slots.release()
-    assert await asyncio.wait_for(waiting, 10) == (b"next", False)
+async def test_host_has_one_heavy_request_in_work() -> None:
+    async with guarded() as (stub, servicer, guard, _):
+        heavy = pb.RegisterCacheRequest(engine=pb.EngineRef(engine_id="wait", incarnation=b"x" * (2 << 20)))
+        first = asyncio.ensure_future(stub.RegisterCache(heavy, timeout=60))
+        await asyncio.wait_for(servicer.entered.wait(), 10)
+        # Until no timer keeps the turn of this host: then only the first request does.
+        arriving = guard.requests._arriving
+        await asyncio.wait_for(until(lambda: not any(found._timer for found in arriving.values())), 10)
+        servicer.entered.clear()
+        second = asyncio.ensure_future(stub.RegisterCache(heavy, timeout=60))
+        await asyncio.wait_for(until(lambda: guard.requests.memory.used > 4 << 20), 10)
+        # It has arrived, and small requests that came later are done.
+        for _ in range(20):
+            await stub.RegisterCache(pb.RegisterCacheRequest(), timeout=10)
+        assert not servicer.entered.is_set()
+        servicer.go_on.set()
+        await asyncio.gather(first, second)
