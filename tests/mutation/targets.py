@@ -33,6 +33,8 @@ FEEDS = (
     "tests/server/domain/test_feeds.py",
     "tests/server/servicers/test_watch_streams.py",
     "tests/server/servicers/test_notifications.py",
+    "tests/server/servicers/test_asks.py",
+    "tests/server/servicers/test_decline_anywhere.py",
 )
 STREAMS = (*FEEDS, "tests/server/home/test_home.py")
 BOUNDS = ("tests/server/servicers/test_bounds.py",)
@@ -41,7 +43,7 @@ DEFENCE = ("tests/transport/test_defence.py",)
 FOOTPRINT = ("tests/planner/test_footprint.py", "tests/planner/test_large_caches.py")
 LINKS = ("tests/transport/test_link_decisions.py",)
 STEPS = ("tests/control/test_granted_steps.py",)
-AGAIN = ("tests/control/test_reacquisition.py",)
+AGAIN = ("tests/control/test_reacquisition.py", "tests/control/test_progressive_acquisition.py")
 HOLDER = ("tests/control/test_lease_holder.py", "tests/control/test_telling.py")
 ACQUISITION = ("tests/control/test_acquisition.py",)
 LYING = ("tests/testing/test_fabric_lying_homes.py", "tests/api/test_hostile_arguments.py")

@@ -259,11 +259,12 @@ async def test_watches_that_do_not_take_their_questions_do_not_fill_the_home(tmp
         await node.open_engine()
         await node.register()
         given = await asked(node, prompt=pb.Prompt(token_ids=range(100_000, 350_000)), wait=Duration(seconds=2))
-        process, host, used = Process(P, Role.SCHEDULER), "192.0.2.7", node.home.memory.used
+        source, host, used = P, "192.0.2.7", node.home.memory.used
 
         async def stuck() -> bool:
-            """Open a Watch that takes nothing more once it is sent the question; return whether it was sent it."""
-            stream = watch_stream(node.home, process, SECRETS[P], b"", 0, host)
+            """Open a Watch that takes nothing more once it is sent a question; return whether it was sent one."""
+            process = Process(source, Role.SCHEDULER)
+            stream = watch_stream(node.home, process, SECRETS[source], b"", 0, host)
             await streams.enter_async_context(aclosing(stream))
             assert (await anext(stream)).HasField("opened")
             return (await anext(stream)).HasField("question")
@@ -274,6 +275,16 @@ async def test_watches_that_do_not_take_their_questions_do_not_fill_the_home(tmp
         assert node.home.memory.used - used > sum(sent) * 1_000_000
         # Nobody else has less room: another host's Watch is sent the question.
         host = "192.0.2.8"
+        assert await stuck()
+        # On the UNIX socket, where all callers are one host, another engine is still sent a small one.
+        host, small = "", pb.Prompt(token_ids=range(100_000, 107_000))
+        await asked(node, P2, prompt=small)
+        assert not all([await stuck() for _ in range(100)])
+        await node.open_engine(E)
+        await node.register(ref=E)
+        theirs = {"reference": question_reference(ADVERTISE, E.engine_id), "engine_reference": engine_reference(E)}
+        await asked(node, prompt=small, ref=E, **theirs)
+        source = E
         assert await stuck()
         await decline(node, given)
         await streams.aclose()
