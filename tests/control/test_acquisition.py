@@ -169,7 +169,10 @@ def test_a_home_that_is_always_late_is_not_asked_for_ever(tmp_path: Path) -> Non
     ["", reference("home:1").replace("kvf1.", "kvf1.AA"), router_reference("home:1", "source"), "another's"],
     ids=["nothing", "damaged", "a router's", "another's"],
 )
-def test_a_home_must_name_the_publication_of_a_routers_key(tmp_path: Path, told: str) -> None:
+@pytest.mark.parametrize(("publication", "incarnation"), [(1, b"i" * 16), (0, b"")])
+def test_a_home_must_name_the_publication_of_a_routers_key(
+    tmp_path: Path, told: str, publication: int, incarnation: bytes
+) -> None:
     """Handshake and replays go by that name, and a wrong one would be another publication's."""
     if told == "another's":
         parsed = parse_reference(reference("home:1"))
@@ -178,8 +181,8 @@ def test_a_home_must_name_the_publication_of_a_routers_key(tmp_path: Path, told:
 
     def poll(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         answer = accepted()
-        answer.reference, answer.publication = told, 1
-        answer.source.engine_id, answer.source.incarnation = "source", b"i" * 16
+        answer.reference, answer.publication = told, publication
+        answer.source.engine_id, answer.source.incarnation = "source", incarnation
         return polled(accepted=answer, blocks=[step(0)], complete=pb.Complete(steps=1))
 
     with reading(tmp_path, poll) as (_, read):

@@ -203,7 +203,9 @@ TARGETS: dict[str, Target] = {
     "server/kvferry_server/servicers/kv_transfer.py": Target((READ_BLOCKS, WITHHELD, BOUNDS, MODEL)),
     "server/kvferry_server/servicers/watch.py": Target((STREAMS, BOUNDS, MODEL)),
     "server/kvferry_server/servicers/notify.py": Target((FEEDS, MODEL)),
-    "client/kvferry/_control/reader_lease.py": Target((LEASE, MODEL)),
+    "client/kvferry/_control/reader_lease.py": Target(
+        (LEASE, MODEL), {"ReaderLease.without_end: 0.0 -> 1.0": "its deadline is set, and it is not renewed"}
+    ),
     "client/kvferry/_control/acquire_request.py": Target((ACQUISITION, HOLDER, LYING)),
     "client/kvferry/_control/acquisition.py": Target((ACQUISITION, AGAIN, CONTROL)),
     "client/kvferry/_control/granted_steps.py": Target((STEPS, ACQUISITION)),
