@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvferry._clock import now
-from kvferry._loop import Loop, Signal
+from kvferry._loop import Loop, News, Signal
 from kvferry.errors import Closed, LimitReached, WrongState
 from tests.support.blocking_control import looping, on_loop, turns
 from tests.support.waiting import until
@@ -265,3 +265,19 @@ def test_who_waits_on_the_thread_of_the_loop_for_the_loop_hears_of_it(loop: Loop
         return None
 
     assert on_loop(loop, wait) is WrongState
+
+
+async def test_a_wait_for_news_leaves_no_timer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine waits in each of its steps, for as long as it likes."""
+    running, timers, news = asyncio.get_running_loop(), list[asyncio.TimerHandle](), News()
+    call_later = running.call_later
+
+    def noted(*what: Any) -> asyncio.TimerHandle:
+        timers.append(call_later(*what))
+        return timers[-1]
+
+    monkeypatch.setattr(running, "call_later", noted)
+    for _ in range(3):
+        news.tell()
+        assert await news.arrive(SOON)
+    assert [timer.cancelled() for timer in timers] == [True] * 3

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import time
+
+import pytest
 
 from kvferry._control.publications import Offers
 from kvferry._prompt import Prompt
 from kvferry._wire.authority import PublicationKeys, incarnation_of, new_session_secret
+from kvferry._wire.outcomes import ReleaseOutcome
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 SECRET = new_session_secret()
@@ -93,3 +97,16 @@ def test_an_unknown_outcome_frees_the_blocks_all_the_same() -> None:
     offers.released(pb.Released(publication=1, outcome=99))  # type: ignore[arg-type]
     (release,) = offers.take_released()
     assert (release.publication, release.local) == (1, False)
+
+
+@pytest.mark.parametrize("outcome", list(ReleaseOutcome))
+def test_a_release_that_no_reader_has_caused_is_in_the_log(
+    outcome: ReleaseOutcome, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    offers = held(1)
+    offers.released(pb.Released(publication=1, outcome=pb.ReleaseOutcome.ValueType(outcome)))
+    (record,) = [record for record in caplog.records if record.message.startswith("released: ")]
+    expected = outcome in (ReleaseOutcome.READ, ReleaseOutcome.DECLINED)
+    assert record.levelname == ("DEBUG" if expected else "INFO")
+    assert f"outcome={outcome.name}" in record.message

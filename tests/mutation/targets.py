@@ -152,7 +152,7 @@ ONE_SHARD = "with one shard every state is held, whatever its interleave"
 STRICT_ORDER = "any factor above the largest count keeps the cuts apart"
 BEFORE_ANY = "a clock of a machine that runs reads more"
 NO_ROOM = "no region reaches there, so that there is no room for a byte"
-SHORT_CUT = "a short cut for one region: the search answers the same"
+SHORT_CUT = "a short cut: the general way answers the same"
 BOTH_WAYS = "a short cut: the search answers the same"
 FOR_THE_TYPE = "never so: the type asks for it"
 BOTH_WAYS_ROUND = "equal is equal both ways round"
@@ -222,6 +222,7 @@ TARGETS: dict[str, Target] = {
             "RegionMap._ends_at: int(address.max()) >= ADDRESS_LIMIT -> int(address.max()) > ADDRESS_LIMIT": NO_ROOM,
             "RegionMap._ends_at: address.max() -> address.min()": NO_ROOM,
             "RegionMap._ends_at: len(bases) == 1 -> len(bases) != 1": SHORT_CUT,
+            "RegionMap.check_ranges: count >= 1 -> count > 1": SHORT_CUT,
         },
     ),
     "client/kvferry/planner/footprint.py": Target((FOOTPRINT, ORACLE)),
