@@ -52,6 +52,7 @@ class _Reading:
     why_ended: KvferryError | None = None
 
     def end(self, why: KvferryError) -> None:
+        # Once: another cancellation would stop the sending of the error.
         if self.why_ended is None:
             self.why_ended = why
             self.task.cancel()
