@@ -172,6 +172,13 @@ def test_a_run_of_blocks_begins_with_a_block() -> None:
     assert checked.refuses(run_of(checked, 3, 4))
 
 
+@pytest.mark.parametrize("other", [0, 1, 4, 11])
+def test_another_block_than_the_only_one_is_refused(other: int) -> None:
+    checked = whole_blocks([3], [3])
+    assert not checked.refuses(run_of(checked, 3, 1))
+    assert checked.refuses(run_of(checked, other, 1))
+
+
 # --- staged rows ------------------------------------------------------------------------------------------------------
 
 
