@@ -63,6 +63,7 @@ SLOTS = ("tests/transport/test_staging_decisions.py",)
 READING = ("tests/transport/test_reading_decisions.py", "tests/transport/test_retired_agents.py")
 STAGING = ("tests/transport/test_staging.py",)
 READS = ("tests/transport/test_raw_reads.py", "tests/transport/test_faults.py", "tests/transport/test_agents.py")
+SHARED = ("tests/transport/test_shared_reads.py", "tests/transport/test_devices.py")
 QUIET = ("tests/transport/test_quiet.py",)
 END_TO_END = ("tests/e2e/test_reads.py", "tests/e2e/test_expiry.py")
 THREADS = ("tests/transport/test_reading_thread.py",)
@@ -234,7 +235,7 @@ TARGETS: dict[str, Target] = {
         },
     ),
     "client/kvferry/_transport/reading_thread.py": Target((READING, THREADS, READS)),
-    "client/kvferry/_transport/transport.py": Target((READING, THREADS, READS, STAGING)),
+    "client/kvferry/_transport/transport.py": Target((READING, THREADS, READS, STAGING, SHARED)),
     "client/kvferry/_transport/staging_pool.py": Target((SLOTS, STAGING)),
     "client/kvferry/_reads/rank_reads.py": Target(
         (RANK, PORTS),
