@@ -221,6 +221,18 @@ def test_a_read_that_ended_after_its_lease_fails(world: World) -> None:
     assert isinstance(end.error, TransferExpired)
 
 
+def test_a_read_that_ended_before_its_last_block_was_published_does_not_count(world: World) -> None:
+    """A worker has reported too early."""
+    world.granted(complete=False)
+    read_id = world.reads.attach("mine", {"full": Blocks([20, 7], end_token=32)}, (0, 32), allow_overlap=False).read_id
+    for rank in range(RANKS):
+        world.ends(read_id, rank)
+    (end,) = world.finished()
+    assert isinstance(end.error, TransferFailed)
+    assert "before its last block was published" in str(end.error)
+    assert end.lost
+
+
 def test_an_end_that_fits_no_report_delays_no_other(world: World) -> None:
     read_ids, free = world.three_reading(), world.busy()
     for number, read_id in enumerate(read_ids):

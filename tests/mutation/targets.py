@@ -248,10 +248,10 @@ TARGETS: dict[str, Target] = {
     "client/kvferry/engine/scheduler.py": Target((PORT, PORTS)),
     "client/kvferry/engine/scheduler_reads.py": Target((ENGINE_READS, PORTS)),
     "client/kvferry/_reads/leased_read.py": Target(
-        (ENGINE_READS, PORTS, END_TO_END),
+        (ENGINE_READS, OWN_READS, PORTS, END_TO_END),
         {"LeasedRead.__init__: self.complete = False -> pass": "set with the lease, before anything asks for it"},
     ),
-    "client/kvferry/_reads/leased_reads.py": Target((ENGINE_READS, PORTS, END_TO_END)),
+    "client/kvferry/_reads/leased_reads.py": Target((ENGINE_READS, OWN_READS, PORTS, END_TO_END)),
     "client/kvferry/_reads/rank_read.py": Target((RANK, OWN_READS, QUIET)),
     "client/kvferry/_reads/cache_reads.py": Target(
         (OWN_READS, READ_ENDINGS, END_TO_END),
