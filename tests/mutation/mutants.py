@@ -77,8 +77,10 @@ def mutants(source: str) -> list[Mutant]:
             mutated = copy.deepcopy(tree)
             _put(mutated, path, changed)
             text = ast.unparse(ast.fix_missing_locations(mutated))
-            line = getattr(node, "lineno", 0)
-            found.append(Mutant(where, line, _shown(node), _shown(changed), text))
+            # Two equal arguments in each other's place are no change.
+            if ast.unparse(node) != ast.unparse(changed):
+                line = getattr(node, "lineno", 0)
+                found.append(Mutant(where, line, _shown(node), _shown(changed), text))
     return sorted(found, key=lambda mutant: mutant.line)
 
 
