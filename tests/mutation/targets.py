@@ -51,6 +51,7 @@ WITHHELD = ("tests/server/servicers/test_agent_metadata.py",)
 READ_BLOCKS = ("tests/server/servicers/test_read_blocks.py",)
 LOOP = ("tests/control/test_loop.py",)
 OWN_READS = ("tests/reads/test_cache_reads.py",)
+IN_ASYNCIO = ("tests/api/test_asyncio.py",)
 READ_ENDINGS = ("tests/e2e/test_read_endings.py",)
 HOSTILE = ("tests/api/test_hostile_arguments.py",)
 OFFERS = ("tests/control/test_offers.py", "tests/control/test_offer_decisions.py")
@@ -254,7 +255,7 @@ TARGETS: dict[str, Target] = {
     "client/kvferry/_reads/leased_reads.py": Target((ENGINE_READS, OWN_READS, PORTS, END_TO_END)),
     "client/kvferry/_reads/rank_read.py": Target((RANK, OWN_READS, QUIET)),
     "client/kvferry/_reads/cache_reads.py": Target(
-        (OWN_READS, READ_ENDINGS, END_TO_END),
+        (OWN_READS, READ_ENDINGS, END_TO_END, IN_ASYNCIO, PROGRESSIVE),
         {
             "_result: read.error is not None or share is None or share.planned is None or (acquired is None) -> "
             "read.error is not None or share is None or share.planned is None": FOR_THE_TYPE,
