@@ -44,6 +44,7 @@ FOOTPRINT = ("tests/planner/test_footprint.py", "tests/planner/test_large_caches
 LINKS = ("tests/transport/test_link_decisions.py",)
 STEPS = ("tests/control/test_granted_steps.py",)
 AGAIN = ("tests/control/test_reacquisition.py", "tests/control/test_progressive_acquisition.py")
+HINTS = ("tests/testing/test_hints.py",)
 HOLDER = ("tests/control/test_lease_holder.py", "tests/control/test_telling.py")
 ACQUISITION = ("tests/control/test_acquisition.py",)
 LYING = ("tests/testing/test_fabric_lying_homes.py", "tests/api/test_hostile_arguments.py")
@@ -210,8 +211,10 @@ TARGETS: dict[str, Target] = {
     ),
     "client/kvferry/_control/acquire_request.py": Target((ACQUISITION, HOLDER, LYING)),
     "client/kvferry/_control/acquisition.py": Target((ACQUISITION, AGAIN, CONTROL)),
-    "client/kvferry/_control/granted_steps.py": Target((STEPS, ACQUISITION)),
-    "client/kvferry/_control/lease_holder.py": Target((HOLDER, CONTROL)),
+    "client/kvferry/_control/granted_steps.py": Target(
+        (STEPS, ACQUISITION), {"_check_same: before.end_token or 0 -> before.end_token": FOR_THE_TYPE}
+    ),
+    "client/kvferry/_control/lease_holder.py": Target((HOLDER, CONTROL, HINTS)),
     "client/kvferry/_loop.py": Target((LOOP, ENGINE_READS)),
     "client/kvferry/_control/publications.py": Target((OFFERS, MODEL)),
     "client/kvferry/_control/renewals.py": Target(
