@@ -534,6 +534,20 @@ def test_news_names_a_granted_request_whose_source_has_published_more(world: Wor
     assert world.reads.take_changed() == ["mine"]
 
 
+def test_what_was_published_in_several_steps_between_two_looks_is_one_step_for_the_workers(world: World) -> None:
+    world.granted(complete=False)
+    world.reads.attach("mine", {"full": Blocks([20, 7, 9, 11], end_token=64)}, (0, 64), allow_overlap=False)
+    world.home.step("reference", GrantedPart({"full": Blocks([5], 32, 48)}, complete=False))
+    world.look()
+    world.home.step("reference", GrantedPart({"full": Blocks([8], 48, 64)}, complete=True))
+    world.look()
+    (step,) = world.reads.grant_steps()
+    (runs,) = step.granted
+    assert (runs.blocks().ids.tolist(), runs.first_token, runs.end) == ([5, 8], 32, 64)
+    assert step.last
+    assert world.reads.grant_steps() == []
+
+
 def test_ranks_get_the_lease_that_a_restarted_home_gave_before_the_read_was_attached(world: World) -> None:
     """With the former one they would be refused the checksums that they verify with."""
     world.granted()
