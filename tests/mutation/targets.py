@@ -72,6 +72,7 @@ THREADS = ("tests/transport/test_reading_thread.py",)
 CALIBRATION = ("tests/transport/test_calibration.py",)
 SOURCES = ("tests/reads/test_source_engines.py",)
 PARTLY_KNOWN = ("tests/integrity/test_partly_known_sums.py",)
+SUMMED = ("tests/integrity/test_checksum_order.py",)
 VERIFIED = ("tests/integrity/test_verified_reads.py",)
 GIVEN_UP = ("tests/engine/test_given_up.py",)
 SENT_AGAIN = ("tests/engine/test_sent_again.py", "tests/engine/test_publishing.py")
@@ -269,7 +270,7 @@ TARGETS: dict[str, Target] = {
     "client/kvferry/planner/plan.py": Target((PARTS, *PLANNER), {"_check_size: 1 -> 0": MANY_LANES}),
     "client/kvferry/_transport/calibration.py": Target((CALIBRATION,)),
     "client/kvferry/_reads/verifier.py": Target((PARTLY_KNOWN, VERIFIED)),
-    "client/kvferry/_integrity/checksum_publisher.py": Target((VERIFIED,)),
+    "client/kvferry/_integrity/checksum_publisher.py": Target((VERIFIED, SUMMED)),
     "client/kvferry/_reads/source_engines.py": Target((SOURCES, RANK, END_TO_END)),
     "client/kvferry/_control/publication_sender.py": Target((GIVEN_UP, PORT, SENT_AGAIN)),
     "client/kvferry/_control/home_session.py": Target((ACKNOWLEDGED, SESSION, GIVEN_UP, WATCHES, SENT_AGAIN)),
