@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -65,6 +66,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_itemcollected(item: pytest.Item) -> None:
     if is_hypothesis_test(getattr(item, "obj", None)):
         item.add_marker("property")
+
+
+def pytest_collection_finish() -> None:
+    # A full collection would look at all collected tests: 230 ms for 6,000, in the middle of what a test measures.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -95,9 +95,9 @@ def test_a_share_cancelled_during_its_handshake_stays_ended(node: NodeServerProc
         assert isinstance(found["cancelled"].error(), TransferCancelled)
         assert port.running() == 0
         # The loop sleeps again.
-        before = time.thread_time_ns(), time.process_time()
+        before = time.process_time()
         threading.Event().wait(2.0)
-        assert time.process_time() - before[1] < 1.0
+        assert time.process_time() - before < 1.0
         port.close()
 
 
