@@ -166,7 +166,8 @@ def test_a_request_is_one_trace_from_the_router_to_its_release(collector: Collec
     names[f"{root.context.span_id:016x}"] = "router"
     found = {(names[span.parent], names[span.span_id]) for span in spans}
     call = "kvferryd: kvferry.v1.KVTransfer/"
-    assert found == {
+    # A read of a hint takes a lease, too, if it has not ended after half a second.
+    assert found - {("decode: kvferry.acquire", call + "ReadBlocks")} == {
         ("router", "prefill: kvferry.publish"),
         ("prefill: kvferry.publish", call + "Notify"),
         ("prefill: kvferry.publish", "decode: kvferry.read"),
