@@ -17,7 +17,6 @@ from benchmarks.echo_server import echo_server
 from benchmarks.measures import FULL, Action, Effort, Measure, Topic, interleaved
 from benchmarks.node_server import ServerProcess, node_server
 from benchmarks.parties import TIMEOUT, Party, sent
-from kvferry._wire.version import OURS_ENCODED
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 LAYOUT = Layout()
@@ -69,7 +68,8 @@ def run(effort: Effort = FULL) -> Topic:
     # Another one, whose memory nothing else has filled.
     with node_server() as server, grpc.insecure_channel(server.address) as channel:
         source = _open(channel, 0)
-        measures += _with_leases(server, source, leases, effort)
+        readers = [Party(channel, f"reader-{number}", LAYOUT) for number in range(READERS)]
+        measures += _with_leases(server, source, readers, leases, effort)
         source.close()
     return Topic("fleet", "A home of many engines and leases", tuple(measures))
 
@@ -85,7 +85,7 @@ def _request(party: Party) -> Any:
 
     def request() -> None:
         sent(party.stub, party.publish_request(_scattered()))
-        answer = party.stub.ReadBlocks(_ask(party, party.published, party.ref), timeout=TIMEOUT)
+        answer = party.stub.ReadBlocks(party.read_request(party.reference(), secrets.token_bytes(16)), timeout=TIMEOUT)
         [result] = sent(party.stub, party.done_request(answer.accepted.lease_id))
         if result.read_ended.verdict != pb.VERDICT_VALID:
             raise AssertionError(f"a good read ended {result}")
@@ -97,19 +97,10 @@ def _scattered() -> Any:
     return np.arange(0, 2 * BLOCKS, 2, dtype=np.int32)
 
 
-def _ask(source: Party, publication: int, reader: pb.EngineRef) -> pb.ReadBlocksRequest:
-    return pb.ReadBlocksRequest(
-        version=OURS_ENCODED,
-        reference=source.reference(publication),
-        reader=reader,
-        read_id=secrets.token_bytes(16),
-        parties=1,
-    )
-
-
-def _with_leases(server: ServerProcess, source: Party, counts: Sequence[int], effort: Effort) -> list[Measure]:
+def _with_leases(
+    server: ServerProcess, source: Party, readers: Sequence[Party], counts: Sequence[int], effort: Effort
+) -> list[Measure]:
     """Leases, each on a publication of its own, shared among reader engines."""
-    readers = [pb.EngineRef(engine_id=f"reader-{at}", incarnation=secrets.token_bytes(16)) for at in range(READERS)]
     # What the first few hundred cost is gRPC's, not the leases'. They run out unrenewed.
     few = effort.size(500, 1)
     _publish(source, few)
@@ -147,7 +138,7 @@ def _publish(source: Party, count: int) -> None:
         left -= len(batch)
 
 
-def _lease(source: Party, readers: Sequence[pb.EngineRef], held: list[list[bytes]], begin: int, last: int) -> None:
+def _lease(source: Party, readers: Sequence[Party], held: list[list[bytes]], begin: int, last: int) -> None:
     """Lease the publications after `begin` up to `last`, each for the next reader."""
     waiting: deque[tuple[int, Any]] = deque()
 
@@ -160,30 +151,21 @@ def _lease(source: Party, readers: Sequence[pb.EngineRef], held: list[list[bytes
 
     for number in range(begin + 1, last + 1):
         at = number % len(readers)
-        waiting.append((at, source.stub.ReadBlocks.future(_ask(source, number, readers[at]), timeout=TIMEOUT)))
+        request = readers[at].read_request(source.reference(number), secrets.token_bytes(16))
+        waiting.append((at, source.stub.ReadBlocks.future(request, timeout=TIMEOUT)))
         if len(waiting) >= IN_FLIGHT:
             take()
     while waiting:
         take()
 
 
-def _renewals(
-    source: Party, readers: Sequence[pb.EngineRef], held: Sequence[Sequence[bytes]], effort: Effort
-) -> list[float]:
+def _renewals(source: Party, readers: Sequence[Party], held: Sequence[Sequence[bytes]], effort: Effort) -> list[float]:
     """Seconds that the renewal of one lease takes while all others are renewed, each reader's in one call."""
-    busy = [at for at, leases in enumerate(held) if leases]
-    probe = pb.NotifyRequest(
-        version=OURS_ENCODED,
-        sender=readers[busy[0]],
-        notifications=[pb.Notification(renew=pb.Renew(lease_id=held[busy[0]][0]))],
-    )
+    busy = [(reader, leases) for reader, leases in zip(readers, held, strict=True) if leases]
+    probe = busy[0][0].as_reader(pb.Notification(renew=pb.Renew(lease_id=busy[0][1][0])))
     batches = [
-        pb.NotifyRequest(
-            version=OURS_ENCODED,
-            sender=readers[at],
-            notifications=[pb.Notification(renew=pb.Renew(lease_id=lease)) for lease in held[at]],
-        )
-        for at in busy
+        reader.as_reader(*(pb.Notification(renew=pb.Renew(lease_id=lease)) for lease in leases))
+        for reader, leases in busy
     ]
     probes = effort.size(400, 4)
     found: list[float] = []

@@ -96,9 +96,14 @@ def integer(name: str, value: object, least: int | None = None, most: int | None
     return found
 
 
+def fraction(name: str, value: object) -> Fraction:
+    """Convert an integer of Python or numpy to a Fraction; raises `InvalidField`."""
+    return value if isinstance(value, Fraction) else Fraction(integer(name, value))
+
+
 def check_fields(frozen: object) -> None:
     """Check the fields of a frozen dataclass that are declared as a class, or as a class or None. Integers and flags
-    become Python's. Raises `InvalidField`."""
+    become Python's, and integers Fractions where these are declared. Raises `InvalidField`."""
     dataclass: Any = type(frozen)
     for name, kind, optional, check in _checks(dataclass):
         value = getattr(frozen, name)
@@ -112,12 +117,12 @@ def check_fields(frozen: object) -> None:
 
 @functools.cache
 def _checks(dataclass: type) -> tuple[tuple[str, Any, bool, Callable[[str, object], object]], ...]:
-    """Name and class of each such field, whether None is allowed, and the check. Fractions are checked elsewhere."""
-    own: dict[type, Callable[[str, object], object]] = {str: text, int: integer, bool: flag}
+    """Name and class of each such field, whether None is allowed, and the check."""
+    own: dict[type, Callable[[str, object], object]] = {str: text, int: integer, bool: flag, Fraction: fraction}
     found = []
     for name, hint in get_type_hints(dataclass).items():
         kinds = [kind for kind in get_args(hint) or (hint,) if kind is not NoneType]
-        if len(kinds) > 1 or get_origin(hint) not in (None, UnionType) or kinds[0] is Fraction:
+        if len(kinds) > 1 or get_origin(hint) not in (None, UnionType):
             continue
         expected = f"{'an' if kinds[0].__name__[0] in 'AEIOU' else 'a'} {kinds[0].__name__}"
         check = own.get(kinds[0]) or functools.partial(instance, kind=kinds[0], expected=expected)

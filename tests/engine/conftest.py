@@ -1,4 +1,4 @@
-"""Two node servers, and engines on them."""
+"""Two node servers, and engines on them; and the reads of a scheduler without either."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry import Interval
+from tests.engine.played_reads import World
 from tests.engine.port_engines import PortEngine
 from tests.support.caches import POISON, Model, shards
 from tests.support.engines import two_homes
@@ -60,3 +61,22 @@ def pair(shared: tuple[PortEngine, PortEngine]) -> tuple[PortEngine, PortEngine]
     for memory in shared[1].memories:
         memory.cells[:] = POISON
     return shared
+
+
+@pytest.fixture
+def worlds() -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def make(**options: Any) -> World:
+        made.append(World(**options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.reads.close(20)
+        one.loop.close()
+
+
+@pytest.fixture
+def world(worlds: Callable[..., World]) -> World:
+    return worlds()

@@ -58,7 +58,6 @@ class SourceEngine:
     """A source engine after its handshake, with the plan of this rank's reads. `agents` are those that the plan reads
     from, by source rank."""
 
-    geometry: EngineGeometry
     agents: dict[int, AgentInfo]
     plan: ReadPlan
 
@@ -279,7 +278,7 @@ class SourceEngines:
                 raise WrongState(message, engine_id=engine_id)
             raise AgentsWithheld(message, engine_id=engine_id, missing="reference")
         agents = {rank: _agent(engine_id, incarnation, rank, found.agents.get(rank)) for rank in plan.source_ranks}
-        return SourceEngine(source, agents, plan)
+        return SourceEngine(agents, plan)
 
 
 def _agent(engine_id: str, incarnation: bytes, rank: int, agent: geometry_pb2.Agent | None) -> AgentInfo:

@@ -115,7 +115,6 @@ def new_agent(nixl: Any, name: str, options: NixlOptions, *, progress_thread: bo
     config.useProgThread = progress_thread
     config.pthrDelay = PROGRESS_DELAY_US
     config.useListenThread = False
-    config.lthrDelay = PROGRESS_DELAY_US
     config.captureTelemetry = False
     config.syncMode = nixl.NIXL_THREAD_SYNC_NONE
     agent = call("nixlAgent", "", lambda: nixl.nixlAgent(name, config))

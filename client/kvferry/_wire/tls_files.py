@@ -143,10 +143,8 @@ class TlsFiles:
         return own_validity(self._tls)
 
 
-@functools.cache
-def tls_files(tls: TlsConfig) -> TlsFiles:
-    """Return the object that all connections of this process with these files share."""
-    return TlsFiles(tls)
+tls_files = functools.cache(TlsFiles)
+"""Returns the object that all connections of this process with the same files share."""
 
 
 def authorities_validity(pem: bytes) -> Validity | None:

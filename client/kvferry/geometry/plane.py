@@ -158,8 +158,6 @@ class Plane:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not isinstance(self.tokens_per_state, Fraction):
-            object.__setattr__(self, "tokens_per_state", Fraction(integer("tokens_per_state", self.tokens_per_state)))
         problem = self._problem()
         if problem:
             raise BadGeometry(f"plane {self.name}", problem)

@@ -96,8 +96,6 @@ class Holding:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not isinstance(self.tokens_per_state, Fraction):
-            object.__setattr__(self, "tokens_per_state", Fraction(integer("tokens_per_state", self.tokens_per_state)))
         if self.tokens_per_state <= 0 or self.token_granule < 0:
             raise InvalidField("holding", (self.tokens_per_state, self.token_granule), "positive tokens_per_state")
 

@@ -104,12 +104,10 @@ class Descriptors:
         return self.repeats is _ONCE and self.source_offset is self.destination_offset is _NO_OFFSET
 
     def rows(self, chosen: slice) -> Descriptors:
-        """Some of the rows."""
         of = {name: getattr(self, name)[chosen] for name in ("source", "destination", "length")}
         return replace(self, **of, first_row=self.first_row + int(chosen.start))
 
     def runs(self, chosen: slice) -> Descriptors:
-        """Some of the runs."""
         of = {name: getattr(self, name)[chosen] for name in ("source_offset", "destination_offset", "repeats")}
         return replace(self, **of)
 

@@ -300,8 +300,6 @@ class Records:
             self.wake(lease.publication)
 
     def forget(self, publication: PublicationRecord) -> None:
-        if publication.stage is PublicationStage.FORGOTTEN:
-            return
         engine = self.engines[publication.source]
         del engine.publications[publication.number]
         now = self.clock.now()

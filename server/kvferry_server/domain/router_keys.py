@@ -250,7 +250,6 @@ class RouterKeys:
             self._places.give(question.ask.holder)
 
     def forget_question(self, question: Question) -> None:
-        """Forget a question that has ended."""
         del self.questions[question.ask.router_key]
         question.forget_at = NEVER
         question.memory.close()

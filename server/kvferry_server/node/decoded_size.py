@@ -77,10 +77,8 @@ class Shape:
                 self.packed[tag | _LENGTH] = 0 if field.type in _FIXED else ALIGNED_BYTES
 
 
-@cache
-def shape_of(kind: Descriptor) -> Shape:
-    """Return the shape of a type of message that does not contain itself."""
-    return Shape(kind)
+shape_of = cache(Shape)
+"""Returns the shape of a type of message that does not contain itself."""
 
 
 def _is_repeated(field: FieldDescriptor) -> bool:

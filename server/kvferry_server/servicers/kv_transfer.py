@@ -3,7 +3,6 @@ errors into statuses."""
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -156,10 +155,8 @@ class KVTransfer(KVTransferServicer):
 
 
 def _time_to_wait(context: Context) -> float:
-    """Return the seconds that a call may wait, so that its answer arrives before its deadline."""
+    """Return the seconds that a call, which has a deadline, may wait, so that its answer arrives before that."""
     remaining = context.time_remaining()
-    if remaining is None:
-        return math.inf
     return max(0.0, remaining - min(ANSWER_MOST, ANSWER_FRACTION * remaining))
 
 

@@ -710,6 +710,19 @@ def test_forgotten_source_that_comes_back_under_a_live_lease_gets_its_release() 
     assert [publication.number for publication in scene.records.released(P)] == [1]
 
 
+def test_memory_of_a_forgotten_source_that_comes_back_counts_once() -> None:
+    scene = Scene(replace(TIMES, engine_ttl=2, retire=3))
+    scene.registry.register(registration(), SECRETS[P])
+    scene.publish()
+    scene.grant()
+    scene.lose()
+    scene.wait(3)
+    assert scene.engine.gone
+    scene.open(P)
+    scene.registry.register(registration(), SECRETS[P])
+    assert scene.engine.block_bytes == registration().block_bytes
+
+
 def test_releases_of_a_replaced_incarnation_are_not_sent(scene: Scene) -> None:
     # Until then there may be leases that the home does not know.
     scene.wait(scene.times.max_ttl)

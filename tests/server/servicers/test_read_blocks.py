@@ -402,7 +402,7 @@ async def test_an_answer_is_counted_against_the_host_that_asked_for_it(ready: No
     await ready.publish()
     service, held = KVTransfer(ready.home, cast(Any, None), cast(Any, None), nobody), ready.home.memory._by_host.held
     for host in ("192.0.2.1", "192.0.2.2"):
-        context = Mock(peer=lambda host=host: f"ipv4:{host}:4711", time_remaining=lambda: None)
+        context = Mock(peer=lambda host=host: f"ipv4:{host}:4711", time_remaining=lambda: TIMEOUT)
         answer = await service.ReadBlocks(read_request(), context)
         assert held(host) == len(answer)
         context.add_done_callback.call_args.args[0](context)
