@@ -76,6 +76,7 @@ SUMMED = ("tests/integrity/test_checksum_order.py",)
 VERIFIED = ("tests/integrity/test_verified_reads.py",)
 GIVEN_UP = ("tests/engine/test_given_up.py",)
 SENT_AGAIN = ("tests/engine/test_sent_again.py", "tests/engine/test_publishing.py")
+TRACED = ("tests/testing/test_traced_reads.py",)
 SESSION = ("tests/api/test_blocks_in_use.py", "tests/api/test_copies.py", "tests/control/test_sizes.py")
 WATCHES = ("tests/control/test_watches.py", "tests/control/test_hostile_homes.py")
 TOLD = ("tests/control/test_telling.py", "tests/control/test_lease_holder.py", "tests/control/test_hostile_homes.py")
@@ -94,6 +95,7 @@ ROUTERS = (
     "tests/server/servicers/test_router_impostors.py",
     "tests/server/servicers/test_decline_anywhere.py",
 )
+QUESTIONS = ("tests/server/domain/test_questions.py", "tests/server/servicers/test_asks.py")
 FABRIC_ROUTERS = ("tests/testing/test_fabric_routers.py",)
 PORT = ("tests/engine/test_port_decisions.py",)
 PROMPTS = ("tests/api/test_prompt_values.py",)
@@ -273,15 +275,15 @@ TARGETS: dict[str, Target] = {
     "client/kvferry/_integrity/checksum_publisher.py": Target((VERIFIED, SUMMED)),
     "client/kvferry/_reads/source_engines.py": Target((SOURCES, RANK, END_TO_END)),
     "client/kvferry/_control/publication_sender.py": Target((GIVEN_UP, PORT, SENT_AGAIN)),
-    "client/kvferry/_control/home_session.py": Target((ACKNOWLEDGED, SESSION, GIVEN_UP, WATCHES, SENT_AGAIN)),
+    "client/kvferry/_control/home_session.py": Target((ACKNOWLEDGED, TRACED, SESSION, GIVEN_UP, WATCHES, SENT_AGAIN)),
     "client/kvferry/_prompt.py": Target((PROMPTS, RIGHT_PROMPT, HOSTILE)),
     "client/kvferry/_control/right_prompt.py": Target(
         (RIGHT_PROMPT, OFFERS), {"ReaderPrompt._error: 3 -> 4": "how many ends a message shows"}
     ),
     "client/kvferry/_control/watcher.py": Target((WATCHES,)),
     "client/kvferry/_control/notifier.py": Target((TOLD,)),
-    "server/kvferry_server/domain/router_keys.py": Target((ROUTERS, FABRIC_ROUTERS)),
-    "server/kvferry_server/domain/routing.py": Target((ROUTERS, FABRIC_ROUTERS)),
+    "server/kvferry_server/domain/router_keys.py": Target((QUESTIONS, ROUTERS, FABRIC_ROUTERS)),
+    "server/kvferry_server/domain/routing.py": Target((QUESTIONS, ROUTERS, FABRIC_ROUTERS)),
     "server/kvferry_server/home/time_slices.py": Target(
         (ROTATION, WORKER, SLICES),
         {"TimeSlices.over: self._clock() > self._until -> self._clock() >= self._until": "a slice to the nanosecond"},
