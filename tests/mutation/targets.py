@@ -113,7 +113,6 @@ VLLM_STEPS = (
     "tests/integrations/vllm/test_rest.py",
     "tests/integrations/vllm/test_idle_steps.py",
     "tests/integrations/vllm/test_waiting.py",
-    "tests/integrations/vllm/test_sources.py",
     "tests/integrations/vllm/test_params.py",
     "tests/integrations/vllm/test_order.py",
 )
