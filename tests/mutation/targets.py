@@ -117,6 +117,7 @@ VLLM_STEPS = (
     "tests/integrations/vllm/test_order.py",
 )
 """Tests that need vLLM's block managers, and no engine."""
+VLLM_PREFIXES = ("tests/integrations/vllm/test_router_hints.py", "tests/integrations/vllm/test_prefix_reads.py")
 WITHOUT_SGLANG = {
     "aux_rows": ("tests/integrations/sglang/test_aux_rows.py",),
     "bootstrap": ("tests/integrations/sglang/test_bootstrap.py",),
@@ -125,7 +126,11 @@ WITHOUT_SGLANG = {
 """Tests that need no SGLang; by module."""
 WITH_SGLANG = {
     "pools": ("tests/integrations/sglang/test_pools.py",),
-    "hooks": ("tests/integrations/sglang/test_endings.py", "tests/integrations/sglang/test_stepping.py"),
+    "hooks": (
+        "tests/integrations/sglang/test_endings.py",
+        "tests/integrations/sglang/test_stepping.py",
+        "tests/integrations/sglang/test_sglang_prompts.py",
+    ),
     "requests": ("tests/integrations/sglang/test_endings.py",),
     "manager": ("tests/integrations/sglang/test_endings.py",),
 }
@@ -163,6 +168,7 @@ FOR_THE_TYPE = "never so: the type asks for it"
 BOTH_WAYS_ROUND = "equal is equal both ways round"
 ABOUT = "sizes are about what things take in memory"
 ANY_NUMBER = "any number that was not given before"
+TO_THE_NANOSECOND = "a time to the nanosecond"
 RESET = "set again before it is looked at"
 
 TARGETS: dict[str, Target] = {
@@ -285,7 +291,7 @@ TARGETS: dict[str, Target] = {
     "server/kvferry_server/domain/routing.py": Target((QUESTIONS, ROUTERS, FABRIC_ROUTERS)),
     "server/kvferry_server/home/time_slices.py": Target(
         (ROTATION, WORKER, SLICES),
-        {"TimeSlices.over: self._clock() > self._until -> self._clock() >= self._until": "a slice to the nanosecond"},
+        {"TimeSlices.over: self._clock() > self._until -> self._clock() >= self._until": TO_THE_NANOSECOND},
     ),
     "server/kvferry_server/node/decoded_size.py": Target(
         (DECODED,),
@@ -299,7 +305,14 @@ TARGETS: dict[str, Target] = {
         },
     ),
     **{
-        f"client/kvferry/integrations/vllm/{name}.py": Target((VLLM_STEPS,), environment=".venv-vllm")
+        f"client/kvferry/integrations/vllm/{name}.py": Target(
+            (VLLM_STEPS, VLLM_PREFIXES),
+            {
+                "Rest.may_rest: self._now() < self._until -> self._now() <= self._until": TO_THE_NANOSECOND,
+                "Rest.denied: self._now() >= self._until -> self._now() > self._until": TO_THE_NANOSECOND,
+            },
+            environment=".venv-vllm",
+        )
         for name in ("idle_steps", "loads")
     },
     **{
