@@ -86,3 +86,11 @@ def test_a_lease_of_less_than_a_second_is_still_renewed() -> None:
     held = lease()
     held.renewed(SENT + 1, SENT + 1, 0.5, more=True)
     assert held.next_renewal == SENT + 3
+
+
+def test_the_shorter_a_lease_is_extended_the_sooner_it_is_renewed() -> None:
+    """The home has lost the source, say: a few renewals more may find it back before the end."""
+    held, now = lease(), DEADLINE - 1.5
+    held.renewing(now)
+    held.renewed(now, now, 0.1, more=True)
+    assert held.next_renewal == pytest.approx(now + 0.5)

@@ -45,6 +45,7 @@ from tests.control.scripted import Scripted, polled, scripted
 from tests.support.blocking_control import BlockingControl, looping, on_loop
 from tests.support.waiting import until
 
+SOON = 30.0
 Answer: TypeAlias = "pb.Verdict.ValueType | KvferryError | None"
 
 
@@ -180,6 +181,40 @@ def test_a_report_has_the_time_of_other_calls_from_its_second_attempt_on() -> No
         until(lambda: verdicts == [None, None, pb.VERDICT_VALID])
     assert timeouts == [lease_holder.VERDICT_TIMEOUT, CALL_TIMEOUT, CALL_TIMEOUT]
     assert len(traced) == 1
+
+
+@pytest.mark.parametrize(
+    ("why", "level"),
+    [("refused", logging.INFO), ("late", logging.WARNING), ("full", logging.WARNING), ("closed", None)],
+)
+def test_a_notification_that_is_given_up_is_logged_unless_the_client_is_closed(
+    why: str, level: int | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = PublicationStale("it is gone") if why == "refused" else HomeRecovering("not now", retry_after=5.0)
+    monkeypatch.setattr(notifier, "MAX_WAITING", 0 if why == "full" else 1)
+    go_on, answers = asyncio.Event(), list[NotificationAnswer | None]()
+
+    class Home:
+        address = "home:1"
+
+        async def notify(self, request: pb.NotifyRequest, timeout: float) -> list[NotificationAnswer]:
+            await go_on.wait()
+            raise error
+
+    home: Any = Home()
+    decline = pb.Notification(decline=pb.Decline(reference="kvf1.x"))
+    with caplog.at_level(logging.INFO), looping() as loop:
+        one = notifier.Notifier(loop, pb.EngineRef(engine_id="reader", incarnation=b"i" * 16))
+        message = notifier.Message(decline, now() + (1 if why == "late" else 60), answers.append)
+        on_loop(loop, lambda: one.send(home, [message]))
+        closed = loop.submit(one.close(SOON)) if why == "closed" else None
+        on_loop(loop, go_on.set)
+        until(lambda: bool(answers))
+        if closed is not None:
+            closed.result(SOON)
+    assert answers == [error]
+    logged = [record.levelno for record in caplog.records if "did not accept a notification" in record.message]
+    assert logged == ([] if level is None else [level])
 
 
 def test_what_a_home_refuses_costs_no_other_notification_of_the_call(tmp_path: Path) -> None:

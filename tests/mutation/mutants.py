@@ -49,14 +49,22 @@ class Mutant:
         where: class and function.
         line: of the difference in the original.
         before, after: the smallest piece of code that differs.
-        source: the whole file.
     """
 
     where: str
     line: int
     before: str
     after: str
-    source: str
+    _original: ast.Module
+    _path: Path
+    _changed: ast.AST
+
+    @property
+    def source(self) -> str:
+        """The whole file. Takes some milliseconds."""
+        mutated = copy.deepcopy(self._original)
+        _put(mutated, self._path, self._changed)
+        return ast.unparse(ast.fix_missing_locations(mutated))
 
     @property
     def name(self) -> str:
@@ -74,13 +82,10 @@ def mutants(source: str) -> list[Mutant]:
     for path, where in _places(tree):
         node = _at(tree, path)
         for changed in _changes(node):
-            mutated = copy.deepcopy(tree)
-            _put(mutated, path, changed)
-            text = ast.unparse(ast.fix_missing_locations(mutated))
             # Two equal arguments in each other's place are no change.
             if ast.unparse(node) != ast.unparse(changed):
                 line = getattr(node, "lineno", 0)
-                found.append(Mutant(where, line, _shown(node), _shown(changed), text))
+                found.append(Mutant(where, line, _shown(node), _shown(changed), tree, path, changed))
     return sorted(found, key=lambda mutant: mutant.line)
 
 

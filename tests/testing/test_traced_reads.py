@@ -9,7 +9,8 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.trace import NoOpTracerProvider
 
-from kvferry import Blocks, Prompt, _tracing
+from kvferry import Blocks, Prompt, _tracing, router_reference
+from kvferry.errors import RouterKeyUsed
 from kvferry.integrations import otel
 from kvferry.testing import Fabric
 from tests.support.recorded_spans import Recorded
@@ -50,6 +51,23 @@ def test_reads_that_never_begin_end_their_spans(fabric: Fabric, recorded: Record
     prefill.session.abort(publication)
     prefill.session.released(timeout=SOON)
     assert len(recorded.of("kvferry.publish")) == len(recorded.of("kvferry.release")) == 1
+
+
+def test_the_span_of_a_publication_ends_when_its_home_has_all_of_it_or_refuses_it(
+    fabric: Fabric, recorded: Recorded
+) -> None:
+    prefill, reference = Engine(fabric, "p"), router_reference(fabric.address, "p")
+    publication = prefill.session.publish("request", {}, last=False, reference=reference)
+    assert recorded.of("kvferry.publish") == []
+    prefill.session.publish_more(publication, {"full": Blocks([3, 1], end_token=8)}, last=True)
+    assert len(recorded.of("kvferry.publish")) == 1
+    prefill.session.abort(publication)
+    prefill.session.released(timeout=SOON)
+    with pytest.raises(RouterKeyUsed):
+        prefill.session.publish("again", {}, last=False, reference=reference)
+    prefill.session.released(timeout=SOON)
+    _, refused = recorded.of("kvferry.publish")
+    assert refused.attributes["error.type"] == "RouterKeyUsed"
 
 
 def test_the_span_of_a_read_has_the_result_of_its_prompt_check(fabric: Fabric, recorded: Recorded) -> None:

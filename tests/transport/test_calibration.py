@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -17,7 +18,7 @@ from kvferry._transport import calibration
 from kvferry._transport.calibration import measure
 from kvferry._transport.nixl_agent import AgentInfo, HandleState, MakeReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.staging_pool import StagingPool
+from kvferry._transport.staging_pool import StagingOptions, StagingPool
 from kvferry._transport.transport import Transport
 from kvferry.geometry import MemoryKind, MemoryRegion
 from kvferry.planner import Costs
@@ -42,7 +43,7 @@ class Machine(Agents):
     def __init__(self) -> None:
         super().__init__()
         self.seconds = 0.0
-        self.posts = 0
+        self.reads: list[Descriptors] = []
         self.touched: set[int] = set()
 
     def clock(self) -> float:
@@ -55,7 +56,7 @@ class Machine(Agents):
 
     def read(self, chunk: Descriptors) -> None:
         self.seconds += chunk.count * LAW.descriptor + chunk.total_bytes * LAW.byte
-        self.posts += 1
+        self.reads.append(chunk)
         for begin, size in zip(*written(chunk), strict=True):
             self.touch(begin, begin + size)
 
@@ -140,10 +141,35 @@ def test_costs_of_the_first_read_only_are_not_measured(
 
 def test_a_slow_start_leaves_no_less_time_to_measure(machine: Machine, transport: Transport, peer: AgentInfo) -> None:
     measured(transport, peer)
-    first = machine.posts
+    first = len(machine.reads)
     measured(transport, peer)
     # The agent is there now, and the memory is touched.
-    assert machine.posts == 2 * first
+    assert len(machine.reads) == 2 * first
+
+
+@pytest.mark.parametrize(
+    ("slot_bytes", "length", "is_measured"),
+    [(512 << 10, 32 << 20, True), (4 << 20, 800 << 10, True), (4 << 20, 480 << 10, False)],
+)
+def test_each_read_fits_into_its_slot_and_into_the_region(
+    machine: Machine, peer: AgentInfo, slot_bytes: int, length: int, *, is_measured: bool
+) -> None:
+    """The next slot may be another read's. Of a region that is too small nothing is read."""
+    (large,) = peer.regions
+    peer = replace(peer, regions=(replace(large, length=length),))
+    transport = Transport(
+        RankMemory([Memory(PAGE).region]),
+        reading=cast(MakeReadingAgent, machine.reading),
+        staging=StagingOptions(slot_bytes=slot_bytes),
+        clock=machine.clock,
+    )
+    pool = transport.pool(MemoryKind.DRAM, 0)
+    assert (measure(transport, peer, pool, 1e4) is not None) is is_measured
+    base = pool.space.region.base
+    for read in machine.reads:
+        assert len({(begin - base) // slot_bytes for begin in written(read)[0]}) == 1
+    machine.seconds += 1.0
+    assert transport.close(SOON)
 
 
 def free_slots(pool: StagingPool) -> int:

@@ -25,7 +25,15 @@ from kvferry._transport.peer_link import (
     Link,
     LinkState,
 )
-from kvferry._transport.transfer import PeerWork, Transfer, TransferState, divide
+from kvferry._transport.transfer import (
+    COPY_RATE,
+    COPY_TIME,
+    DESCRIPTOR_TIME,
+    PeerWork,
+    Transfer,
+    TransferState,
+    divide,
+)
 from kvferry._wire.authority import agent_name
 from kvferry.errors import InvalidField, TransferFailed
 from kvferry.planner.descriptors import Descriptors
@@ -424,6 +432,21 @@ def test_short_descriptors_are_posted_so_many_at_a_time() -> None:
     options = NixlOptions(chunk_bytes=CHUNK, chunk_descriptors=4)
     short = raw(range(0, 20, 2), range(0, 20, 2), [1] * 10)
     assert [chunk.count for chunk in divide(short, options)] == [4, 4, 2]
+
+
+@pytest.mark.parametrize("length", [64, 24_000, 1 << 20])
+def test_a_chunk_whose_post_copies_takes_about_so_long_whatever_the_length_of_its_descriptors(length: int) -> None:
+    places = range(0, 2 * length * int(3 * COPY_TIME / (DESCRIPTOR_TIME + length / COPY_RATE)), 2 * length)
+    whole = raw(places, places, [length] * len(places))
+    first, *_ = divide(whole, NixlOptions(chunk_bytes=1 << 30), copies=True)
+    seconds = first.count * DESCRIPTOR_TIME + first.total_bytes / COPY_RATE
+    assert 0.9 * COPY_TIME < seconds <= COPY_TIME
+
+
+def test_a_chunk_whose_post_copies_has_up_to_four_times_the_bytes_of_others() -> None:
+    places = range(0, 12 * CHUNK, 2 * CHUNK)
+    whole = raw(places, places, [CHUNK] * 6)
+    assert [chunk.total_bytes for chunk in divide(whole, OPTIONS, copies=True)] == [4 * CHUNK, 2 * CHUNK]
 
 
 def test_a_read_that_is_cancelled_just_after_it_was_judged_is_reported(

@@ -86,7 +86,7 @@ def test_the_payload_of_another_request_is_refused(room: int) -> None:
     assert not any(array.any() for array in theirs.arrays)
 
 
-@pytest.mark.parametrize("token", [512, 2**31 - 1, -1])
+@pytest.mark.parametrize("token", [512, 417 + 2**24, 2**31 - 1, -1])
 def test_tokens_outside_the_vocabulary_are_refused(token: int) -> None:
     ours, theirs = Buffers(), Buffers()
     ours.arrays[0][0, 0], ours.arrays[2][0, 0] = token, 1

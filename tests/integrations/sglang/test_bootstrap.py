@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import threading
 import urllib.error
@@ -21,6 +22,7 @@ from kvferry.integrations.sglang.bootstrap import (
     Sources,
     given_reference,
     register_source,
+    room_is_usable,
     room_reference,
 )
 from tests.support.waiting import until
@@ -53,6 +55,19 @@ def test_rank_0_registers_until_the_bootstrap_server_answers() -> None:
             with peer:
                 assert peer.recv(1000).startswith(b"PUT /kvferry ")
                 peer.sendall(answer)
+
+
+def test_a_registration_without_an_answer_is_logged_every_ten_seconds_and_given_up_in_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(bootstrap, "AGAIN", 0.0)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        register_source(url, SOURCE)
+        until(lambda: f"{url} does not answer: decode cannot find this instance" in caplog.text)
+    levels = [record.levelno for record in caplog.records if url in record.getMessage()]
+    assert levels == [logging.WARNING] * 30 + [logging.ERROR]
 
 
 def test_instances_with_ipv6_addresses_find_each_other() -> None:
@@ -196,6 +211,13 @@ def test_room_references_are_equal_on_both_sides_and_differ_by_room() -> None:
     assert made.home == "127.0.0.1:7300"
     others = [room_reference(SOURCE, 418), room_reference(Source("prefill-1", "127.0.0.1:7300"), 417)]
     assert len({made.key, *(parse_reference(other).key for other in others)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("room", "usable"), [(None, False), (-1, False), (0, False), (1, True), (2**63 - 1, True), (2**63, False)]
+)
+def test_rooms_that_would_end_sglangs_scheduler_are_not_usable(room: int | None, *, usable: bool) -> None:
+    assert room_is_usable(room) is usable
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1:8998", "[fe80::1]:8998", "prefill-0.cluster:8998"])

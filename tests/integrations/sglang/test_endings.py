@@ -17,6 +17,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from kvferry import EngineSpec, Group, Prompt, Release, ReleaseOutcome
+from kvferry.engine import WorkerOutput
 from kvferry.errors import EngineUnknown, InvalidField
 from kvferry.integrations.sglang import hooks
 from kvferry.integrations.sglang.hooks import MAKES_RECEIVERS, MAKES_SENDERS, tell_receiver, tell_sender
@@ -49,8 +50,18 @@ def test_rank_stops_reading_when_another_rank_has_failed() -> None:
     assert not manager.is_abort_release_safe(ROOM, 0)
     manager.current.quiet = True
     manager.clear_deferred_abort_state(ROOM)
+    # The answer no longer depends on this read.
+    manager.current.quiet = False
     receiver.clear()
     assert manager.is_abort_release_safe(ROOM, 0)
+
+
+def test_each_rank_hears_of_the_reads_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, outputs = PlayedManager(), [WorkerOutput(0), WorkerOutput(1)]
+    group = SimpleNamespace(all_gather_object=lambda own: outputs)
+    monkeypatch.setattr("kvferry.integrations.sglang.manager.get_parallel", lambda: SimpleNamespace(tp_group=group))
+    for manager.parties in (1, 2):
+        assert manager.gathered(outputs[0]) == outputs[: manager.parties]
 
 
 @pytest.mark.parametrize("started", [True, False])
@@ -121,7 +132,7 @@ def test_decode_does_not_start_if_sglang_would_not_hold_pages(monkeypatch: pytes
     for queue in (None, Queue()):
         if queue is not None:
             hooks.hold_until_quiet(None, queue)
-        with pytest.raises(InvalidField, match="version of SGLang"):
+        with pytest.raises(InvalidField, match="holds the pages of failed requests"):
             KvferryManager(SimpleNamespace(), DisaggregationMode.DECODE, None)
     held = HoldingQueue()
     hooks.hold_until_quiet(None, held)

@@ -22,11 +22,12 @@ def checked(draft: object = None, states: tuple[str, ...] = (), **changed: Any) 
     )
     disagg = SimpleNamespace(disaggregation_enable_kv_checksum=False, enable_pd_role_switch=False)
     memory = SimpleNamespace(enable_unified_memory=False)
+    features = SimpleNamespace(enable_memory_saver=False)
     for name, value in changed.items():
-        owner = next(each for each in (parallel, disagg, memory) if hasattr(each, name))
+        owner = next(each for each in (parallel, disagg, memory, features) if hasattr(each, name))
         setattr(owner, name, value)
     kv_args = SimpleNamespace(state_types=[SimpleNamespace(value=state) for state in states])
-    check_supported(kv_args, parallel, disagg, memory, draft)
+    check_supported(kv_args, parallel, disagg, memory, features, draft)
 
 
 def test_tensor_parallel_instances_are_served_with_and_without_windows() -> None:
@@ -43,6 +44,7 @@ def test_tensor_parallel_instances_are_served_with_and_without_windows() -> None
         ({"attn_dcp_size": 2}, "attn_dcp_size"),
         ({"enable_kv_cache_sharding": True}, "enable_kv_cache_sharding"),
         ({"enable_unified_memory": True}, "enable_unified_memory"),
+        ({"enable_memory_saver": True}, "enable_memory_saver"),
         ({"disaggregation_enable_kv_checksum": True}, "disaggregation_enable_kv_checksum"),
         ({"enable_pd_role_switch": True}, "enable_pd_role_switch"),
         ({"draft": object()}, "draft model"),

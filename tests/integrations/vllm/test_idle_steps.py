@@ -74,17 +74,32 @@ def test_step_that_other_engines_wait_for_does_not_wait(
 
 
 @pytest.mark.parametrize(
-    ("depth", "idle", "waits"),
-    [(1, True, True), (None, True, False), (1, False, False)],
-    ids=["alone", "lockstep", "computes"],
+    ("changed", "waits"),
+    [
+        ({}, True),
+        ({"depth": None}, False),
+        ({"idle": False}, False),
+        ({"ready": True}, False),
+        ({"holds": False}, False),
+    ],
+    ids=["alone", "lockstep", "computes", "has-something-to-say", "holds-none"],
 )
 def test_step_that_only_holds_publications_waits(
-    monkeypatch: pytest.MonkeyPatch, depth: int | None, *, idle: bool, waits: bool
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], *, waits: bool
 ) -> None:
     """In an engine that waits for its readers before it ends."""
     slept: list[float] = []
     monkeypatch.setattr("kvferry.integrations.vllm.idle_steps.time.sleep", slept.append)
-    idle_steps(Port(), depth).begin(idle=idle, reads=False, publishes=False, ready=False, holds=True)
+    step: dict[str, Any] = {
+        "depth": 1,
+        "idle": True,
+        "reads": False,
+        "publishes": False,
+        "ready": False,
+        "holds": True,
+        **changed,
+    }
+    idle_steps(Port(), step.pop("depth")).begin(**step)
     assert slept == [ASLEEP] * waits
 
 

@@ -17,6 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from kvferry import Blocks, EngineSpec, Group, GroupKind, Interval, router_reference
 from kvferry.engine import RankEnd, WorkerOutput
+from kvferry.errors import KvferryError, NotAllowed
 from kvferry.geometry.formats import vllm_attention
 from kvferry.geometry.tensors import Holding
 from kvferry.integrations.vllm import worker as worker_module
@@ -417,6 +418,28 @@ def test_states_on_rocm_arrive_before_vllm_uses_them(
     assert [output.ended[0].request_id for output in news.outputs] == ["r"]
     assert len(synchronized) == waits
     worker.close()
+
+
+def test_rank_that_may_not_be_announced_ends_its_engine(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine would have work, and run idle steps, for ever."""
+    setup = setup_of(fabric, EngineSpec("prefill", (GROUP,)), serves=True)
+    scheduler, worker = scheduler_of(setup), ConnectorWorker(setup, 0)
+
+    def refuse(_: str) -> None:
+        raise NotAllowed("this node announces no ranks")
+
+    def collected() -> bool:
+        scheduler.collect(worker.news())
+        return False
+
+    monkeypatch.setattr(worker._port, "announce", refuse)
+    # The progress of a device without streams is news only once.
+    scheduler.collect(worker.news())
+    worker.step(scheduler.step({}))
+    with pytest.raises(KvferryError, match="rank 0 cannot register its cache: this node announces no ranks"):
+        until(collected)
+    worker.close()
+    scheduler.close()
 
 
 def test_engine_that_only_publishes_reads_nothing_and_logs_a_warning(

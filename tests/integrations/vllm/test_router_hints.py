@@ -322,4 +322,5 @@ def test_home_that_refuses_is_logged_once(
         assert scheduler.matched_tokens(given, 0) == (0, False)
     assert counted(scheduler) == {"prefixes_asked": 2, "prefixes_missed": 2}
     [line] = warnings(caplog)
+    assert line.startswith("request 'r0' is computed, and so are all like it: ")
     assert "certificate" in line

@@ -19,7 +19,8 @@ from kvferry.v1 import geometry_pb2
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.limits import MAX_RANK_BYTES
-from kvferry_server.node.decoded_size import LONG_LIST, Decoded, shape_of
+from kvferry_server.node.decoded_size import LONG_LIST, WALK_STEPS, Decoded, shape_of
+from kvferry_server.node.limits import MAX_FIELDS
 from kvferry_server.servicers.limits import MAX_ACKNOWLEDGED, MAX_ASKED_PLANES, MAX_MARKS, MAX_NOTIFICATIONS
 
 LEASE = bytes(range(16))
@@ -163,6 +164,14 @@ def test_largest_requests_of_the_contract_are_within_the_limits(what: str) -> No
     raw = request.SerializeToString()
     assert len(raw) <= (MAX_NOTIFY_BYTES if isinstance(request, pb.NotifyRequest) else MAX_MESSAGE_BYTES)
     assert walked(raw, type(request)).fits
+
+
+def test_a_request_of_very_many_fields_is_refused_after_a_walk_with_pauses() -> None:
+    """A field that may come once takes little memory however often it comes, and the walk a quarter of a second."""
+    number = pb.ReadBlocksRequest.DESCRIPTOR.fields_by_name["reference"].number
+    found = Decoded(bytes((number << 3 | 2, 0)) * 2 * MAX_FIELDS, shape_of(pb.ReadBlocksRequest.DESCRIPTOR))
+    pauses = sum(1 for _ in found.walk())
+    assert (found.fits, found.size <= found.most, pauses) == (False, True, MAX_FIELDS // WALK_STEPS)
 
 
 def test_damaged_request_takes_no_more_memory_than_found() -> None:

@@ -222,8 +222,10 @@ async def test_homes_that_do_not_answer_take_no_room_from_the_declines_of_other_
             assert relays.num_homes == 0
 
 
-async def test_a_routers_reference_is_declined_at_the_home_that_it_names(stage: Stage) -> None:
-    """The reference names no incarnation, and the node server called has an engine of the same name."""
+@pytest.mark.parametrize("published", [False, True])
+async def test_a_routers_reference_is_declined_at_the_home_that_it_names(stage: Stage, *, published: bool) -> None:
+    """The reference names no incarnation, and the node server called has an engine of the same name, maybe with a
+    publication of the same name."""
     key, namesake = b"k" * 16, proto(P2)
     async with AsyncExitStack() as stack:
         home, other = [
@@ -233,6 +235,12 @@ async def test_a_routers_reference_is_declined_at_the_home_that_it_names(stage: 
         watch = other.Watch(pb.WatchRequest(engine=namesake, session_secret=SECRETS[P2], role=pb.WATCH_ROLE_SCHEDULER))
         for _ in range(2):
             await watch.read()
+        if published:
+            await other.RegisterCache(register_request(ref=P2), timeout=TIMEOUT)
+            own = [*snapshot(), publish_notification(1, router_key="room", key=b"n" * 16)]
+            stranger = pb.NotifyRequest(sender=namesake, session_secret=SECRETS[P2], notifications=own)
+            results = (await other.Notify(stranger, timeout=TIMEOUT)).results
+            assert results[-1].HasField("published")
         said = [publish_notification(4, router_key="room", key=key)]
         sent = pb.NotifyRequest(sender=proto(P), session_secret=SECRETS[P], notifications=said)
         await home.Notify(sent, timeout=TIMEOUT)

@@ -37,6 +37,8 @@ async def test_an_engine_with_the_other_name_takes_no_reader(node: Node, true: s
     await waiting_at(node, 1)
     await node.source(publish_notification(router_key="room-7", key=KEY), ref=source)
     assert (await read).accepted.source.engine_id == true
+    assert [result.HasField("done") for result in await decline(node, given)] == [True]
+    assert isinstance(await raised(node.read(reference=given, read_id=read_id("late"))), PublicationReleased)
     # A decline reaches the source, too, not only the impostor.
     early = made("room-8", engine_id="name")
     assert [result.HasField("done") for result in await decline(node, early)] == [True]

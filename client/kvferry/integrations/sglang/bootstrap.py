@@ -128,10 +128,9 @@ class _Handler(BaseHTTPRequestHandler):
         here = self.connection.getsockname()[0]
         peer = self.client_address[0]
         length = self.headers.get("Content-Length", "")
-        wanted = int(length) if re.fullmatch("[0-9]{1,4}", length) else MAX_BODY + 1
         if self.path != PATH or not (peer == here or ip_address(peer.partition("%")[0]).is_loopback):
             self._answer(403, {"error": "only this host's rank 0 may register"})
-        elif wanted > MAX_BODY or (found := _source(self.rfile.read(wanted))) is None:
+        elif not re.fullmatch("[0-9]{1,4}", length) or (found := _source(self.rfile.read(int(length)))) is None:
             self._answer(400, {"error": "engine_id and home, as JSON strings"})
         else:
             self.server.source = found

@@ -86,9 +86,7 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
                 raise InvalidField("version of SGLang", version("sglang"), f"one whose {mode} {does}, as 0.5.23's")
         parallel = get_parallel()
         pool, draft = args.kvferry_pools
-        check_supported(args, parallel, get_disagg(), get_memory(), draft)
-        if get_exec().features.enable_memory_saver:
-            raise InvalidField("enable_memory_saver", True, "False: it unmaps memory that others read")
+        check_supported(args, parallel, get_disagg(), get_memory(), get_exec().features, draft)
         self._settings = Settings.of()
         model = ModelConfig.from_server_args(server_args)
         self.aux = AuxRows(tuple(args.aux_data_ptrs), tuple(args.aux_item_lens), int(model.vocab_size))

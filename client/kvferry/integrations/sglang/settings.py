@@ -68,7 +68,7 @@ class Settings:
         )
 
 
-def check_supported(kv_args: Any, parallel: Any, disagg: Any, memory: Any, draft_pool: Any) -> None:
+def check_supported(kv_args: Any, parallel: Any, disagg: Any, memory: Any, features: Any, draft_pool: Any) -> None:
     """Raise `InvalidField`, which names SGLang's setting, for unsupported settings. `kv_args` are SGLang's arguments of
     the manager; `draft_pool` is None without a draft model."""
     for name in ("pp_size", "dp_size", "attn_cp_size", "attn_dcp_size", "attn_dp_size"):
@@ -77,6 +77,7 @@ def check_supported(kv_args: Any, parallel: Any, disagg: Any, memory: Any, draft
     for name, given in (
         ("enable_kv_cache_sharding", parallel.enable_kv_cache_sharding),
         ("enable_unified_memory", memory.enable_unified_memory),
+        ("enable_memory_saver", features.enable_memory_saver),  # Unmaps memory that others read
         ("disaggregation_enable_kv_checksum", disagg.disaggregation_enable_kv_checksum),
         ("enable_pd_role_switch", disagg.enable_pd_role_switch),
     ):
