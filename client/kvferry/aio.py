@@ -14,13 +14,15 @@ from functools import partial, wraps
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from kvferry._arguments import takes
+from kvferry._arguments import seconds, takes
 from kvferry._cache import OPEN_TIMEOUT, Cache
 from kvferry._client import Client
+from kvferry._control.home_session import HomeSession
 from kvferry._directory.directory import Directory
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing, OneProcess
-from kvferry._session import EngineCalls, EngineSession, home_session_of
+from kvferry._loop import News
+from kvferry._session import LOOK_EVERY, EngineCalls, EngineSession, home_session_of
 from kvferry.engine.scheduler import MAX_WAITING, SchedulerCalls, SchedulerPort
 
 Sync = TypeVar("Sync", bound=Closing)
@@ -89,6 +91,23 @@ def _awaited(
     return call
 
 
+def _arriving(
+    method: Callable[[EngineSession], list[Result]], news: Callable[[HomeSession], News]
+) -> Callable[..., Coroutine[Any, Any, list[Result]]]:
+    """Make a method that awaits what a waiting method returns. Not on a thread, which would go on after the call was
+    cancelled: what it takes would be lost."""
+
+    @wraps(method)
+    async def call(self: AsyncSession, timeout: float = 0.0) -> list[Result]:
+        loop, session = asyncio.get_running_loop(), self._session
+        until = loop.time() + seconds("timeout", timeout, zero=True)
+        while not (found := method(self.sync)) and not session.closed and (left := until - loop.time()) > 0:
+            await news(session).arrive(min(LOOK_EVERY, left))
+        return found
+
+    return call
+
+
 class AsyncSession(EngineCalls, _Async[EngineSession]):
     """`EngineSession` for an event loop. Made by `AsyncClient.open_engine`; `AsyncCache.session` returns one too.
 
@@ -107,9 +126,9 @@ class AsyncSession(EngineCalls, _Async[EngineSession]):
     publish = _on_thread(EngineSession.publish)
     publish_more = _on_thread(EngineSession.publish_more)
     abort = _on_thread(EngineSession.abort)
-    released = _on_thread(EngineSession.released)
+    released = _arriving(EngineSession.released, lambda session: session.news)
     releases = _direct(EngineSession.releases)
-    questions = _on_thread(EngineSession.questions)
+    questions = _arriving(EngineSession.questions, lambda session: session.asked)
     unreleased = _on_thread(EngineSession.unreleased)
     close = _on_thread(EngineSession.close)
 

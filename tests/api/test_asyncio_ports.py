@@ -12,6 +12,7 @@ from kvferry import AsyncClient, Blocks, Cache, EngineSession, EngineSpec, Group
 from kvferry.aio import AsyncSchedulerPort
 from kvferry.errors import Closed, TransferCancelled, WrongState
 from kvferry.testing import Fabric
+from tests.support.waiting import until
 
 AXES = ("kv", "block", "head", "token", "content")
 SOON = 20.0
@@ -44,6 +45,37 @@ def test_releases_are_yielded_as_they_come_until_the_session_is_closed() -> None
                 await decode.read(publication.reference, {"full": Blocks([2])})
             await asyncio.wait_for(collecting, SOON)
         return found
+
+    with Fabric() as fabric:
+        assert asyncio.run(main(fabric)) == ["one", "two"]
+
+
+def test_a_cancelled_wait_for_releases_loses_none() -> None:
+    async def main(fabric: Fabric) -> list[str]:
+        async with AsyncClient(fabric.address) as source:
+            prefill = await source.register_cache(spec("p"), tensors={"layer": memory(7)}, axes=AXES)
+            waiting = asyncio.create_task(prefill.session.released(timeout=SOON))
+            publication = await prefill.session.publish("mine", {"full": Blocks([1])})
+            waiting.cancel()
+            await prefill.session.abort(publication)
+            await asyncio.to_thread(until, lambda: not prefill.sync.session.unreleased())
+            return [release.request_id for release in await prefill.session.released()]
+
+    with Fabric() as fabric:
+        assert asyncio.run(main(fabric)) == ["mine"]
+
+
+def test_who_leaves_the_iteration_of_releases_finds_the_others_later() -> None:
+    async def main(fabric: Fabric) -> list[str]:
+        async with AsyncClient(fabric.address) as source:
+            prefill = await source.register_cache(spec("p"), tensors={"layer": memory(7)}, axes=AXES)
+            for name in ("one", "two"):
+                await prefill.session.abort(await prefill.session.publish(name, {"full": Blocks([1])}))
+            await asyncio.to_thread(until, lambda: not prefill.sync.session.unreleased())
+            async for release in prefill.session.releases():
+                first = release.request_id
+                break
+            return [first, *(left.request_id for left in await prefill.session.released())]
 
     with Fabric() as fabric:
         assert asyncio.run(main(fabric)) == ["one", "two"]

@@ -165,12 +165,12 @@ class HomeSession:
             message = self._sender.put(publication, awaited=timeout is not None)
         self._sender.wait(message, timeout)
 
-    def released(self, timeout: float = 0.0) -> list[Release]:
+    def released(self, timeout: float = 0.0, most: int | None = None) -> list[Release]:
         deadline = self._loop.now() + timeout
         while True:
             with self.lock:
                 self._offers.advance(self._loop.now())
-                found = self._offers.take_released()
+                found = self._offers.take_released(most)
                 self.block_use.released(release.publication for release in found)
                 self._trace_released(found)
                 self._taken += len(found)
