@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvferry import AsyncClient, Blocks, Cache, EngineSession, EngineSpec, Group, SchedulerPort, WorkerPort
-from kvferry.aio import AsyncSchedulerPort
+from kvferry.aio import AsyncSchedulerPort, AsyncSession
 from kvferry.errors import Closed, TransferCancelled, WrongState
 from kvferry.testing import Fabric
 from tests.support.waiting import until
@@ -163,6 +163,33 @@ def test_a_scheduler_in_asyncio_waits_for_its_news() -> None:
 
     with Fabric() as fabric:
         assert asyncio.run(main(fabric)) == 7
+
+
+@pytest.mark.parametrize("port", [False, True], ids=["session", "port"])
+def test_an_opening_that_is_cancelled_leaves_no_engine_open(port: bool) -> None:
+    async def main(fabric: Fabric) -> None:
+        async with AsyncClient(fabric.address) as client:
+
+            async def opened() -> AsyncSession | AsyncSchedulerPort:
+                if port:
+                    return await AsyncSchedulerPort.open(client, spec("d"), timeout=SOON)
+                return await client.open_engine(spec("d"), timeout=SOON)
+
+            with fabric.client().open_engine(spec("d")):
+                opening = asyncio.create_task(opened())
+                # Its thread waits for the other start of the engine.
+                await asyncio.to_thread(until, lambda: bool(client.sync.stats().calls.failed))
+                opening.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await opening
+            await asyncio.to_thread(until, lambda: len(client.sync._sessions) == 1)
+            async with await opened():
+                pass
+
+    with Fabric(engine_ttl=0.5) as fabric:
+        # Until then a home cannot tell which start of an engine is the older.
+        fabric.advance(1.0)
+        asyncio.run(main(fabric))
 
 
 def test_ports_sessions_and_caches_close_at_the_end_of_a_with_block() -> None:
