@@ -11,7 +11,6 @@ from kvferry._control.block_use import BlockUse
 from kvferry._control.questions import ANSWER_WAIT, AskedPrefix
 from kvferry._directory.directory import Listing
 from kvferry._forks import Closing
-from kvferry._loop import check_may_wait
 from kvferry._prompt import Prompt, check_within
 from kvferry._reads.cache_reads import OwnRead, Read
 from kvferry._reads.rank_read import Wanted
@@ -260,7 +259,6 @@ class Cache(Closing):
         """Cancel the reads and end the NIXL agents. Idempotent. Waits at most `timeout` seconds until no write to the
         blocks is possible any more."""
         timeout = arguments.seconds("timeout", timeout, zero=True)
-        check_may_wait()
         self._closed = True
         self._runtime.close(timeout)
 

@@ -43,13 +43,9 @@ END_ROUNDS = 3
 """Rounds of cancelling at the end of the loop: cancelled coroutines may have begun others."""
 
 
-_thread = threading.local()
-"""`runs_loop` is set on the threads of loops."""
-
-
 def check_may_wait() -> None:
     """Raise `WrongState` on the thread of a loop: a call that waits there would stop what it waits for."""
-    if getattr(_thread, "runs_loop", False):
+    if isinstance(asyncio._get_running_loop(), _Events):
         problem = "was made by a logging handler, a tracing hook or another callback on kvferry's own loop"
         raise WrongState(f"this call waits, and {problem}")
 
@@ -219,7 +215,6 @@ class Loop:
         return not self._closed
 
     def _run(self) -> None:
-        _thread.runs_loop = True
         while not self._closed:
             if not guarded(self._events.run_forever, f"thread {self._name}"):
                 time.sleep(RESTART_AFTER)

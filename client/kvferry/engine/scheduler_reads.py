@@ -14,7 +14,7 @@ from kvferry._control.block_use import Writes
 from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._engine_spec import EngineSpec
-from kvferry._loop import Loop, News, check_may_wait
+from kvferry._loop import Loop, News
 from kvferry._prompt import Prompt, check_within
 from kvferry._reads.leased_read import ReadStage, ShareEnd
 from kvferry._reads.leased_reads import LeasedReads
@@ -215,7 +215,6 @@ class Reads(LeasedReads[SchedulerRead]):
     def close(self, timeout: float) -> None:
         """Cancel all reads at their homes. Waits at most `timeout` seconds until the homes have the cancellations: an
         accepted lease pins its source's blocks until its end. Idempotent."""
-        check_may_wait()
         deadline = self._loop.now() + timeout
         with self.lock:
             if self._closed:
