@@ -72,10 +72,11 @@ def test_who_leaves_the_iteration_of_releases_finds_the_others_later() -> None:
             for name in ("one", "two"):
                 await prefill.session.abort(await prefill.session.publish(name, {"full": Blocks([1])}))
             await asyncio.to_thread(until, lambda: not prefill.sync.session.unreleased())
+            found: list[str] = []
             async for release in prefill.session.releases():
-                first = release.request_id
+                found.append(release.request_id)
                 break
-            return [first, *(left.request_id for left in await prefill.session.released())]
+            return found + [left.request_id for left in await prefill.session.released()]
 
     with Fabric() as fabric:
         assert asyncio.run(main(fabric)) == ["one", "two"]
