@@ -171,7 +171,7 @@ def test_who_waits_for_the_handshake_of_another_waits_for_its_own_time_only(foun
         longer = asyncio.ensure_future(found.asked_for(home, "a", SOON))
         await home.begun.wait()
         with pytest.raises(Unavailable, match="'prefill' was not complete in time"):
-            await found.asked_for(home, "b", 0.01)
+            await asyncio.wait_for(found.asked_for(home, "b", 0.01), SOON)
         home.answers.set()
         return await longer
 
