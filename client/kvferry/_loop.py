@@ -43,6 +43,13 @@ END_ROUNDS = 3
 """Rounds of cancelling at the end of the loop: cancelled coroutines may have begun others."""
 
 
+def check_may_wait() -> None:
+    """Raise `WrongState` on the thread of a loop: a call that waits there would stop what it waits for."""
+    if isinstance(asyncio._get_running_loop(), _Events):
+        problem = "was made by a logging handler, a tracing hook or another callback on kvferry's own loop"
+        raise WrongState(f"this call waits, and {problem}")
+
+
 class Loop:
     """One event loop and its thread, which starts with the first work. `clock` is the time of all timers, in seconds.
 
@@ -94,10 +101,12 @@ class Loop:
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine on the loop, and wait for its result. Raises the errors of `submit` and of the coroutine, and
-        `WrongState` on the loop's thread, which would wait for itself."""
-        if self.here:
+        as `check_may_wait`."""
+        try:
+            check_may_wait()
+        except WrongState:
             coroutine.close()
-            raise WrongState("this call waits, and was made by a logging handler or tracing hook on kvferry's own loop")
+            raise
         running = self.submit(coroutine)
         try:
             return running.result()
@@ -276,7 +285,9 @@ class News:
         self.tell()
 
     def wait(self, timeout: float) -> bool:
-        """Wait on a thread, at most `timeout` seconds; returns whether there may be news."""
+        """Wait on a thread, at most `timeout` seconds; returns whether there may be news. Raises `WrongState`."""
+        if timeout > 0:
+            check_may_wait()
         self._told.wait(timeout)
         return self._take()
 

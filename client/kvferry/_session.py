@@ -132,8 +132,9 @@ class EngineSession(EngineCalls, Closing):
         """Yield releases in asyncio as they come, on any event loop, until the session is closed: ``async for release
         in session.releases()``. `released` does not return these again."""
         while not self._session.closed:
-            for release in self._session.released():
-                yield release
+            # One at a time: nobody would get the others if the caller leaves the loop.
+            while found := self._session.released(most=1):
+                yield found[0]
             await self._session.news.arrive(LOOK_EVERY)
 
     def questions(self, timeout: float = 0.0) -> list[Question]:

@@ -14,13 +14,16 @@ from functools import partial, wraps
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from kvferry._arguments import takes
+from kvferry._arguments import seconds, takes
 from kvferry._cache import OPEN_TIMEOUT, Cache
 from kvferry._client import Client
+from kvferry._control.home_session import HomeSession
 from kvferry._directory.directory import Directory
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing, OneProcess
-from kvferry._session import EngineCalls, EngineSession, home_session_of
+from kvferry._loop import News
+from kvferry._session import LOOK_EVERY, EngineCalls, EngineSession, home_session_of
+from kvferry._threads import start_thread
 from kvferry.engine.scheduler import MAX_WAITING, SchedulerCalls, SchedulerPort
 
 Sync = TypeVar("Sync", bound=Closing)
@@ -67,12 +70,30 @@ def _on_thread(
     return call
 
 
-def _then(method: Callable[Given, Result], made: Callable[[Result], Wrapped]) -> Callable[Given, Wrapped]:
-    """Make a method that wraps the result of another method."""
+async def _made(make: Callable[[], Sync]) -> Sync:
+    """Make an object on a thread. If the caller is cancelled meanwhile, the object, which nobody will have, is
+    closed."""
+    making = asyncio.ensure_future(asyncio.to_thread(make))
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(_close_made)
+        raise
+
+
+def _close_made(making: asyncio.Future[Any]) -> None:
+    if not making.cancelled() and making.exception() is None:
+        start_thread(making.result().close, "kvferry-close")
+
+
+def _making(
+    method: Callable[Concatenate[Client, Given], Sync], made: Callable[[Sync], Wrapped]
+) -> Callable[Concatenate[AsyncClient, Given], Coroutine[Any, Any, Wrapped]]:
+    """Make a method that makes and wraps an object."""
 
     @wraps(method)
-    def call(*given: Given.args, **options: Given.kwargs) -> Wrapped:
-        return made(method(*given, **options))
+    async def call(self: AsyncClient, /, *given: Given.args, **options: Given.kwargs) -> Wrapped:
+        return made(await _made(partial(method, self.sync, *given, **options)))
 
     return call
 
@@ -85,6 +106,23 @@ def _awaited(
     @wraps(method)
     async def call(self: _Async[Sync], /, *given: Given.args, **options: Given.kwargs) -> Result:
         return await asyncio.wrap_future(method(self.sync, *given, **options))
+
+    return call
+
+
+def _arriving(
+    method: Callable[[EngineSession], list[Result]], news: Callable[[HomeSession], News]
+) -> Callable[..., Coroutine[Any, Any, list[Result]]]:
+    """Make a method that awaits what a waiting method returns. Not on a thread, which would go on after the call was
+    cancelled: what it takes would be lost."""
+
+    @wraps(method)
+    async def call(self: AsyncSession, timeout: float = 0.0) -> list[Result]:
+        loop, session = asyncio.get_running_loop(), self._session
+        until = loop.time() + seconds("timeout", timeout, zero=True)
+        while not (found := method(self.sync)) and not session.closed and (left := until - loop.time()) > 0:
+            await news(session).arrive(min(LOOK_EVERY, left))
+        return found
 
     return call
 
@@ -107,9 +145,9 @@ class AsyncSession(EngineCalls, _Async[EngineSession]):
     publish = _on_thread(EngineSession.publish)
     publish_more = _on_thread(EngineSession.publish_more)
     abort = _on_thread(EngineSession.abort)
-    released = _on_thread(EngineSession.released)
+    released = _arriving(EngineSession.released, lambda session: session.news)
     releases = _direct(EngineSession.releases)
-    questions = _on_thread(EngineSession.questions)
+    questions = _arriving(EngineSession.questions, lambda session: session.asked)
     unreleased = _on_thread(EngineSession.unreleased)
     close = _on_thread(EngineSession.close)
 
@@ -169,8 +207,8 @@ class AsyncClient(_Async[Client]):
         return self.sync.directory
 
     stats = _direct(Client.stats)
-    open_engine = _on_thread(_then(Client.open_engine, AsyncSession))
-    register_cache = _on_thread(_then(Client.register_cache, AsyncCache))
+    open_engine = _making(Client.open_engine, AsyncSession)
+    register_cache = _making(Client.register_cache, AsyncCache)
 
     decline = _on_thread(Client.decline)
     close = _on_thread(Client.close)
@@ -201,6 +239,6 @@ class AsyncSchedulerPort(SchedulerCalls, _Async[SchedulerPort]):
     ) -> AsyncSchedulerPort:
         """Open an engine's session, and return the port of its scheduler. Arguments and errors: see `SchedulerPort`."""
         make = partial(SchedulerPort, hold_until_quiet=hold_until_quiet, max_waiting=max_waiting, timeout=timeout)
-        return cls(await asyncio.to_thread(make, client.sync, spec))
+        return cls(await _made(partial(make, client.sync, spec)))
 
     close = _on_thread(SchedulerPort.close)

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from kvferry import AsyncClient, Blocks, Cache, EngineSession, EngineSpec, Group, SchedulerPort, WorkerPort
-from kvferry.aio import AsyncSchedulerPort
+from kvferry.aio import AsyncSchedulerPort, AsyncSession
 from kvferry.errors import Closed, TransferCancelled, WrongState
 from kvferry.testing import Fabric
+from tests.support.waiting import until
 
 AXES = ("kv", "block", "head", "token", "content")
 SOON = 20.0
@@ -44,6 +45,38 @@ def test_releases_are_yielded_as_they_come_until_the_session_is_closed() -> None
                 await decode.read(publication.reference, {"full": Blocks([2])})
             await asyncio.wait_for(collecting, SOON)
         return found
+
+    with Fabric() as fabric:
+        assert asyncio.run(main(fabric)) == ["one", "two"]
+
+
+def test_a_cancelled_wait_for_releases_loses_none() -> None:
+    async def main(fabric: Fabric) -> list[str]:
+        async with AsyncClient(fabric.address) as source:
+            prefill = await source.register_cache(spec("p"), tensors={"layer": memory(7)}, axes=AXES)
+            waiting = asyncio.create_task(prefill.session.released(timeout=SOON))
+            publication = await prefill.session.publish("mine", {"full": Blocks([1])})
+            waiting.cancel()
+            await prefill.session.abort(publication)
+            await asyncio.to_thread(until, lambda: not prefill.sync.session.unreleased())
+            return [release.request_id for release in await prefill.session.released()]
+
+    with Fabric() as fabric:
+        assert asyncio.run(main(fabric)) == ["mine"]
+
+
+def test_who_leaves_the_iteration_of_releases_finds_the_others_later() -> None:
+    async def main(fabric: Fabric) -> list[str]:
+        async with AsyncClient(fabric.address) as source:
+            prefill = await source.register_cache(spec("p"), tensors={"layer": memory(7)}, axes=AXES)
+            for name in ("one", "two"):
+                await prefill.session.abort(await prefill.session.publish(name, {"full": Blocks([1])}))
+            await asyncio.to_thread(until, lambda: not prefill.sync.session.unreleased())
+            found: list[str] = []
+            async for release in prefill.session.releases():
+                found.append(release.request_id)
+                break
+            return found + [left.request_id for left in await prefill.session.released()]
 
     with Fabric() as fabric:
         assert asyncio.run(main(fabric)) == ["one", "two"]
@@ -131,6 +164,33 @@ def test_a_scheduler_in_asyncio_waits_for_its_news() -> None:
 
     with Fabric() as fabric:
         assert asyncio.run(main(fabric)) == 7
+
+
+@pytest.mark.parametrize("port", [False, True], ids=["session", "port"])
+def test_an_opening_that_is_cancelled_leaves_no_engine_open(port: bool) -> None:
+    async def main(fabric: Fabric) -> None:
+        async with AsyncClient(fabric.address) as client:
+
+            async def opened() -> AsyncSession | AsyncSchedulerPort:
+                if port:
+                    return await AsyncSchedulerPort.open(client, spec("d"), timeout=SOON)
+                return await client.open_engine(spec("d"), timeout=SOON)
+
+            with fabric.client().open_engine(spec("d")):
+                opening = asyncio.create_task(opened())
+                # Its thread waits for the other start of the engine.
+                await asyncio.to_thread(until, lambda: bool(client.sync.stats().calls.failed))
+                opening.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await opening
+            await asyncio.to_thread(until, lambda: len(client.sync._sessions) == 1)
+            async with await opened():
+                pass
+
+    with Fabric(engine_ttl=0.5) as fabric:
+        # Until then a home cannot tell which start of an engine is the older.
+        fabric.advance(1.0)
+        asyncio.run(main(fabric))
 
 
 def test_ports_sessions_and_caches_close_at_the_end_of_a_with_block() -> None:

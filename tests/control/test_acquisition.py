@@ -504,6 +504,38 @@ def test_a_closed_connection_ends_the_wait(tmp_path: Path) -> None:
         over.set()
 
 
+@pytest.mark.parametrize("progressive", [False, True])
+def test_a_late_answer_about_a_lost_lease_does_not_end_the_lease_that_followed_it(
+    tmp_path: Path, progressive: bool
+) -> None:
+    """A home has restarted while a read waits for its publication: the read asks again, and so does its lease."""
+    late = threading.Event()
+
+    def poll(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
+        if len(server.asked) == 1:
+            lost = pb.Accepted(lease_id=FIRST, remaining=to_duration(60), renew_every=to_duration(0.05))
+            return polled(accepted=lost)
+        if not request.HasField("wait"):
+            late.wait(30)
+            return polled(accepted=accepted(SECOND))
+        if request.lease_id:
+            server.until(lambda: any(not asked.HasField("wait") for asked in server.asked))
+            return polled(accepted=accepted(SECOND))
+        complete = None if progressive else pb.Complete(steps=1)
+        return polled(accepted=accepted(SECOND), blocks=[step(0)], complete=complete)
+
+    with reading(tmp_path, poll) as (server, read):
+        lost = pb.NotificationResult(error=to_notification_error(LeaseEnded("no such lease")))
+        server.notify = lambda request: [lost] * len(request.notifications)
+        read.start(progressive=progressive)
+        got = acquired(read.told())
+        assert got.lease.lease_id == SECOND
+        late.set()
+        asked_again = [task for task in read.loop._tasks if task.get_name().startswith("the read of")]
+        until(lambda: all(task.done() for task in asked_again))
+        assert (read.given_back, got.lease.ended) == ([], False)
+
+
 @pytest.mark.parametrize("needed", [True, False])
 def test_a_lease_that_is_lost_is_acquired_again_or_given_back(tmp_path: Path, needed: bool) -> None:
     answer = threading.Event()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -173,6 +174,26 @@ def test_errors_name_the_user_of_a_block() -> None:
         use.pin(arrays({"b": [1]}), more_of=5)
     with pytest.raises(BadBlock, match="group 'b', source block 3 of 8: it is given twice"):
         use.pin(arrays({"a": [3], "b": [4, 3]}))
+
+
+def test_the_steps_of_a_publication_cost_the_next_one_nothing() -> None:
+    looks = 0
+
+    class Step(dict[str, BlockIds]):
+        def items(self) -> Any:
+            nonlocal looks
+            looks += 1
+            return super().items()
+
+    use, costs = BlockUse((Group("full", block_tokens=16, num_blocks=400),)), []
+    for block in range(400):
+        before, ids = looks, Step(full=np.array([block], np.int32))
+        use.pin(ids, 1)
+        use.name(ids, 1)
+        costs.append(looks - before)
+    assert costs == costs[:1] * 400
+    with pytest.raises(BadBlock, match="source block 7 of 400: it is given twice"):
+        use.pin(arrays({"full": [7]}), 1)
 
 
 @pytest.mark.parametrize("reuses", [False, True], ids=["other-blocks", "freed-blocks"])

@@ -60,7 +60,7 @@ class World:
         monkeypatch.setattr(acquisition, "asyncio", SimpleNamespace(sleep=self._sleep))
 
     def ask(self, remaining: float = REMAINING) -> None:
-        self.lease = ReaderLease(FIRST, BEGAN, remaining, 10.0)
+        self.lease = self.acquisition._had = ReaderLease(FIRST, BEGAN, remaining, 10.0)
         self.ask_for(self.lease)
 
     def ask_for(self, lease: ReaderLease) -> None:

@@ -327,7 +327,8 @@ def test_workers_without_reports_are_awaited_for_a_bounded_time(
     assert not world.home.reports
     world.now += 0.001
     world.look()
-    assert world.home.heard("report", "drop")
+    # The source does not wait for the silent rank.
+    assert world.home.heard("report", "drop", "cancel")
     assert [report.rank for report in world.home.reports[0]] == [0]
     ended = world.finished()
     if not holds:

@@ -82,6 +82,15 @@ def test_news_forgets_a_request_that_is_given_up(world: World) -> None:
     assert world.reads.take_changed() == []
 
 
+@pytest.mark.parametrize("quiet", [True, False])
+def test_news_forgets_a_request_whose_read_has_ended(world: World, *, quiet: bool) -> None:
+    read_id = world.reading()
+    world.ends(read_id, 0, "TransferFailed", quiet=quiet)
+    world.ends(read_id, 1)
+    assert [end.request_id for end in world.finished()] == ["mine"]
+    assert world.reads.take_changed() == []
+
+
 def test_news_names_a_granted_request_whose_source_has_published_more(world: World) -> None:
     world.granted(complete=False)
     world.reads.take_changed()

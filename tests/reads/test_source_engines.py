@@ -163,6 +163,22 @@ def test_a_read_with_time_left_repeats_the_handshake(found: Engines) -> None:
     assert home.asked == ["a", "b"]
 
 
+def test_who_waits_for_the_handshake_of_another_waits_for_its_own_time_only(found: Engines) -> None:
+    home = Home()
+
+    async def run() -> SourceEngine:
+        home.answers.clear()
+        longer = asyncio.ensure_future(found.asked_for(home, "a", SOON))
+        await home.begun.wait()
+        with pytest.raises(Unavailable, match="'prefill' was not complete in time"):
+            await asyncio.wait_for(found.asked_for(home, "b", 0.01), SOON)
+        home.answers.set()
+        return await longer
+
+    assert found.loop.run(run()) is found.met(home)
+    assert home.asked == ["a"]
+
+
 def test_a_read_that_is_cancelled_does_not_end_the_handshake_of_others(found: Engines) -> None:
     home = Home()
 

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 import kvferry
-from kvferry import Blocks, Directory, EngineSpec, Group, IntegrityOptions, Listed, _tracing, open_directory
+from kvferry import Blocks, Directory, EngineSpec, Group, IntegrityOptions, Listed, Prompt, _tracing, open_directory
 from kvferry._control.publication_sender import PublicationSender
 from kvferry._control.renewals import Renewals
 from kvferry._control.watcher import Watcher
 from kvferry._directory.opening import FileDirectory
 from kvferry._threads import guarded
 from kvferry.engine import SchedulerPort, WorkerPort
-from kvferry.errors import TransferCancelled, TransferFailed
+from kvferry.errors import TransferCancelled, TransferFailed, WrongState
 from kvferry.testing import Fabric
 from tests.support.repository import syntax
 from tests.support.waiting import until
@@ -41,6 +41,7 @@ REPEATED: dict[str, type[Any]] = {
 """Every coroutine that takes turns, by its file."""
 
 STARTED = {
+    "aio.py": "closes what a cancelled caller does not get, once",
     "_directory/directory.py": "catches everything itself: a look at the directory, again and again",
     "_loop.py": "the loop, which begins again when something has stopped it; work that takes long; ends a future, "
     "whose callbacks belong to the application",
@@ -334,6 +335,51 @@ def test_handlers_and_hooks_may_ask_for_stats_of_each_record_and_span() -> None:
     assert records >= {
         (name, level) for name in ("publications", "leased_read") for level in (logging.DEBUG, logging.INFO)
     }
+
+
+def test_a_call_that_waits_is_refused_on_the_loop_and_works_elsewhere_later() -> None:
+    """A wait there would stop the leases of all reads, and a read would wait for itself."""
+    group, memory = Group("full", block_tokens=4, num_blocks=8), np.zeros((2, 8, 1, 4, 4), np.float32)
+    with Fabric() as fabric:
+        client, other = fabric.client(), fabric.client()
+        port = SchedulerPort(client, EngineSpec("asked", (group,)))
+        cache = WorkerPort(client, port.spec).register({"layer": memory}, axes=AXES)
+        asker = other.register_cache(EngineSpec("asker", (group,)), tensors={"layer": memory}, axes=AXES)
+        session = client.open_engine(EngineSpec("third", (group,)))
+        unfinished = asker.session.publish("request", {"full": Blocks([1])}, last=False)
+        read = cache.read(unfinished.reference, {"full": Blocks([2])})
+        waits: dict[str, Callable[[], object]] = {
+            "result": read.result,
+            "quiet": read.wait_quiet,
+            "news": lambda: port.wait_news(SOON),
+            "released": lambda: session.released(SOON),
+            "publish": lambda: session.publish("mine", {"full": Blocks([3])}),
+            "cache": cache.close,
+            "port": port.close,
+            "session": session.close,
+            "client": client.close,
+        }
+        refused: list[str] = []
+        heard = threading.Event()
+
+        def wait() -> None:
+            for name, call in waits.items():
+                with pytest.raises(WrongState, match="kvferry's own loop"):
+                    call()
+                refused.append(name)
+            heard.set()
+
+        port.on_question(wait)
+        asker.fetch(cache.engine_reference, Prompt(range(16)), {"full": Blocks([3])})
+        assert heard.wait(SOON)
+        assert refused == list(waits)
+        assert session.unreleased() == ()
+        client.close()
+        assert isinstance(read.exception(SOON), TransferCancelled)
+        with fabric.client() as next_start:
+            # Each has ended its incarnation.
+            for spec in (port.spec, session.spec):
+                next_start.open_engine(spec, timeout=0.5)
 
 
 def test_only_logs_talk_to_handlers() -> None:

@@ -325,8 +325,9 @@ class Acquisition:
             remaining = from_duration(accepted.remaining)
             if lease.acquired_again(accepted.lease_id, sent_at, self._loop.now(), remaining):
                 self._keep(lease)
-            elif self._over or (self._granted and lease.ended):
-                # The lease pins the source. A read that still waits uses it, or will.
+            elif lease is self._had and (self._over or (self._granted and lease.ended)):
+                # The lease pins the source. A read that still waits uses it, or will, and so does one that has asked
+                # again by itself meanwhile.
                 self._let_go(home, _lease(accepted, sent_at), pb.RANK_OUTCOME_CANCELLED)
             return
 

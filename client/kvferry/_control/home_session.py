@@ -22,7 +22,7 @@ from kvferry._control.questions import Question, Questions
 from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
 from kvferry._logs import Log
-from kvferry._loop import Loop, News
+from kvferry._loop import Loop, News, check_may_wait
 from kvferry._tracing import NO_SPAN, Span, start_span
 from kvferry._wire.authority import incarnation_of, new_session_secret
 from kvferry._wire.outcomes import MissReason
@@ -109,7 +109,7 @@ class HomeSession:
         """Publish, and wait at most `timeout` seconds for the home's answer; see `EngineSession.publish`. Without a
         timeout this returns at once, as `SchedulerPort.publish` does: the step is sent for as long as the home would
         hold the publication, and `released` returns a publication that the home refuses."""
-        self._check_open()
+        self._check_open(timeout)
         ids, step = new_step(self.spec, given)
         follow((), step)
         self.block_use.pin(ids)
@@ -141,7 +141,7 @@ class HomeSession:
 
     def publish_more(self, given: PublishMore, timeout: float | None = None) -> None:
         """Publish the next step of a publication; for the timeout see `publish`."""
-        self._check_open()
+        self._check_open(timeout)
         number = given.publication.number
         ids, step = new_step(self.spec, given)
         self.block_use.pin(ids, number)
@@ -161,16 +161,16 @@ class HomeSession:
     def abort(self, publication: Publication, timeout: float | None = None) -> None:
         """Withdraw a publication; for the timeout see `publish`."""
         with self.lock:
-            self._check_open()
+            self._check_open(timeout)
             message = self._sender.put(publication, awaited=timeout is not None)
         self._sender.wait(message, timeout)
 
-    def released(self, timeout: float = 0.0) -> list[Release]:
+    def released(self, timeout: float = 0.0, most: int | None = None) -> list[Release]:
         deadline = self._loop.now() + timeout
         while True:
             with self.lock:
                 self._offers.advance(self._loop.now())
-                found = self._offers.take_released()
+                found = self._offers.take_released(most)
                 self.block_use.released(release.publication for release in found)
                 self._trace_released(found)
                 self._taken += len(found)
@@ -223,6 +223,7 @@ class HomeSession:
 
     def close(self, timeout: float = 0.0) -> None:
         """See `EngineSession.close`. Queued messages are sent for at most `timeout` seconds."""
+        check_may_wait()
         with self.lock:
             if self.closed:
                 return
@@ -333,7 +334,9 @@ class HomeSession:
     def _request(self, notifications: Sequence[pb.Notification]) -> pb.NotifyRequest:
         return pb.NotifyRequest(sender=self._engine, session_secret=self._secret, notifications=notifications)
 
-    def _check_open(self) -> None:
+    def _check_open(self, timeout: float | None = None) -> None:
+        if timeout is not None:
+            check_may_wait()
         if self.closed:
             raise Closed(f"the session of engine {self.spec.engine_id!r} is closed")
         failure = self._watcher.failure

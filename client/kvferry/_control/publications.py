@@ -289,11 +289,10 @@ class Offers:
         waiting = (held.release_at for held in self._held.values() if not held.sending)
         self.next_deadline = min(waiting, default=math.inf)
 
-    def take_released(self) -> list[Release]:
-        """Return the publications released since the last call; each exactly once (R3)."""
-        found = list(self._released)
-        self._released.clear()
-        return found
+    def take_released(self, most: int | None = None) -> list[Release]:
+        """Return the publications released since the last call, `most` of them; each exactly once (R3)."""
+        waiting = len(self._released)
+        return [self._released.popleft() for _ in range(waiting if most is None else min(most, waiting))]
 
     def unreleased(self) -> Sequence[Publication]:
         """Return the publications whose blocks are still pinned. May be called on any thread."""

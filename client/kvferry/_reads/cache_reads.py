@@ -18,7 +18,7 @@ from kvferry._control.granted_steps import GrantedPart
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._forks import OneProcess
 from kvferry._integrity.summed_blocks import Verification
-from kvferry._loop import Loop
+from kvferry._loop import Loop, check_may_wait
 from kvferry._reads.leased_read import LeasedRead, ReadStage, ShareEnd
 from kvferry._reads.leased_reads import LeasedReads
 from kvferry._reads.meters import ReadMeter
@@ -174,6 +174,8 @@ class Read(OneProcess):
 
     def exception(self, timeout: float | None = None) -> KvferryError | None:
         """Wait for the end of the read, and return its error, or None. `timeout` and `TimeoutError`: see `result`."""
+        if timeout != 0 and not self.done():
+            check_may_wait()
         try:
             error = self._read.ended.exception(timeout)
         except FutureTimeoutError:
@@ -183,6 +185,8 @@ class Read(OneProcess):
     def wait_quiet(self, timeout: float | None = None) -> bool:
         """Wait until the destination blocks may be reused, at most `timeout` seconds (None: no limit); returns whether
         they may."""
+        if timeout != 0 and not self.quiet:
+            check_may_wait()
         until = None if timeout is None else now() + timeout
         try:
             self._read.ended.exception(timeout)

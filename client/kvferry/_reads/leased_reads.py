@@ -304,9 +304,10 @@ class LeasedReads(Generic[SomeRead]):
         acquired = read.acquired
         if acquired is None or acquired.hinted:
             return
-        if reported:
+        if reported and not read.silent:
             self._holder.drop(acquired.lease)
         else:
+            # The home would wait for the reports of the others until the lease expires.
             self._holder.let_go(read.request.home, acquired.lease)
         if read.request.asked is not None and (read.error is not None or not reported):
             # Nobody else reads the answer to this engine's question.

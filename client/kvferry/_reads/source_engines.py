@@ -25,6 +25,7 @@ from kvferry.errors import (
     PublicationReleased,
     PublicationStale,
     TransferFailed,
+    Unavailable,
     Unreachable,
     WrongKey,
     WrongState,
@@ -156,7 +157,12 @@ class SourceEngines:
                     until = max(slot.waiting)
                     shaking = self._shake_hands(slot, home, key, reference, until, traceparent)
                     handshake = slot.handshake = _Handshake(reference, until, asyncio.ensure_future(shaking))
-                found = await asyncio.shield(handshake.task)
+                # Another may have begun it, with a longer deadline.
+                left = None if mine else max(0.0, deadline - self._loop.now())
+                await asyncio.wait((handshake.task,), timeout=left)
+                if not handshake.task.done():
+                    raise Unavailable(f"engine {key[1]!r} was not complete in time", engine_id=key[1])
+                found = handshake.task.result()
                 if isinstance(found, SourceEngine):
                     return found
                 # The handshake may have had a shorter deadline, or a reference that is gone.

@@ -270,8 +270,7 @@ class Reads(LeasedReads[SchedulerRead]):
             return
         self._ended.append(end_of(read))
         self.news.tell()
-        if self._by_request.get(read.request_id) is read:
-            del self._by_request[read.request_id]
+        self._free_request(read)
         if not read.not_quiet:
             self._forget(read)
 
@@ -312,6 +311,9 @@ class Reads(LeasedReads[SchedulerRead]):
         self._gained.pop(read, None)
         self._not_quiet.pop(read, None)
         self._by_id.pop(read.read_id, None)
+        self._free_request(read)
+
+    def _free_request(self, read: SchedulerRead) -> None:
         # Another read of the same request may have news.
         if self._by_request.get(read.request_id) is read:
             del self._by_request[read.request_id]
