@@ -101,7 +101,10 @@ class NodeServer:
         certificates = self._certificates
         if certificates is not None:
             self._begin(certificates.run(), "certificates")
-        self.home = Home(BOOT, config.times, self.advertise, Limits(memory=config.home_memory))
+        # What each engine gets, however much others hold, is part of the memory, or a thousand engines would take more.
+        floors = config.home_memory // 4
+        of_home = Limits(memory=config.home_memory - floors, engine_memory=floors // Limits().engines)
+        self.home = Home(BOOT, config.times, self.advertise, of_home)
         relays = self._relays = Relays(
             self.advertise,
             config.tls,
