@@ -312,6 +312,7 @@ class Records:
         forgotten = (lease for lease in publication.reads if lease.lease_id not in self.leases_by_id)
         size = PUBLICATION_BYTES + sum(lease.request.size for lease in forgotten)
         self.move(publication, PublicationStage.FORGOTTEN, self.clock.now())
+        self.reschedule(publication)
         self.memory.give(engine.ref, size)
         self.close_if_empty(engine)
 
