@@ -67,8 +67,7 @@ class Times:
 class Timed(Protocol):
     """An object with a deadline that may move."""
 
-    # When the queue next looks at this object, and its number there; `UNSCHEDULED` before `put`. Set by the queue only.
-    scheduled: tuple[float, int]
+    scheduled: tuple[float, int]  # When the queue next looks at it, and its number there. Set by the queue only.
 
     def due(self) -> float:
         """When something must be done about the object; `NEVER` if nothing must."""

@@ -1,5 +1,4 @@
-"""gRPC's health service. grpcio's own keeps a lock of a service while it writes to a client: one client that takes
-nothing would keep other Watches waiting, and a drain, which changes the status, for ever."""
+"""gRPC's health service."""
 
 from __future__ import annotations
 
@@ -14,7 +13,8 @@ from kvferry_server.servicers.callers import Context
 
 
 class Health(aio.HealthServicer):
-    """grpcio's health service with Watches that wait for no other client. Belongs to one event loop."""
+    """grpcio's health service, without the lock that it keeps while a Watch writes: one client that takes nothing would
+    keep other Watches, and a drain, waiting for ever. Belongs to one event loop."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -163,7 +163,7 @@ class Requests:
         """Read and decode the only request of a call. Raises `InvalidField` if there is none, or if it is too large or
         does not decode, and `LimitReached` if this host's requests take too much memory; see also `Arrivals`."""
         arrivals = self._arrivals(host, geometries=method in GEOMETRIES)
-        raw = await self._read(arrivals, context)
+        raw = await self.raw(context, host, arrivals)
         held = HeldRequest(self.memory, host)
         try:
             if raw is grpc.aio.EOF:
@@ -181,12 +181,9 @@ class Requests:
             _check_size(raw, limits.MAX_STREAMED_REQUEST)
             yield _parsed(decode, raw)
 
-    async def raw(self, context: Context, host: str) -> Any:
+    async def raw(self, context: Context, host: str, arrivals: Arrivals | None = None) -> Any:
         """Return the next undecoded request of a call, or `grpc.aio.EOF`. Raises as `read`."""
-        return await self._read(self._arrivals(host, geometries=False), context)
-
-    async def _read(self, arrivals: Arrivals, context: Context) -> Any:
-        raw = await arrivals.read(context)
+        raw = await (arrivals or self._arrivals(host, geometries=False)).read(context)
         if raw is not grpc.aio.EOF and len(raw) >= limits.LARGE_MESSAGE:
             self.worked_on += len(raw)
         return raw

@@ -268,7 +268,7 @@ def test_lease_has_the_memory_of_all_its_reports_from_the_start() -> None:
     assert scene.records.memory.used <= 4 << 20
 
 
-@pytest.mark.parametrize("kind", ["publications", "runs", "waiting reads", "leases", "reports", "aborted"])
+@pytest.mark.parametrize("kind", ["publications", "runs", "waiting reads", "leases", "reports", "aborted", "read"])
 def test_memory_accounted_is_about_the_memory_used(kind: str) -> None:
     scene = Scene(limits=Limits(reads=10**6))
     memory = scene.records.memory
@@ -293,6 +293,13 @@ def test_memory_accounted_is_about_the_memory_used(kind: str) -> None:
             lease = scene.grant(1, name="wide", parties=4096)
             for rank in range(4000):
                 scene.report(lease, rank)
+        elif kind == "read":
+            for number in range(2, 1000):
+                scene.publish(number)
+                scene.report(scene.grant(number), 0)
+                scene.sources.acknowledge(P, [number])
+            scene.told()
+            scene.woken.clear()
         else:
             for number in range(2, 1000):
                 scene.sources.abort(P, number)
