@@ -99,14 +99,15 @@ class Connection:
             return True
         return False
 
-    def answered(self, stream: int) -> bool:
-        """Read until a message of the stream has come; false if it ended instead, or nothing came in time."""
+    def answered(self, stream: int, by: int = DATA) -> bool:
+        """Read until a message of the stream has come, or with `by` another frame; false if it ended instead, or
+        nothing came in time."""
         with suppress(TimeoutError):
             while not self.closed:
                 kind, flags, of, _ = self._frame()
                 if kind == GOAWAY or (of == stream and (kind == RST or (kind == HEADERS and flags & END_STREAM))):
                     return False
-                if of == stream and kind == DATA:
+                if of == stream and kind == by:
                     return True
         return False
 

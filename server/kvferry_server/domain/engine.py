@@ -21,7 +21,7 @@ from kvferry_server.domain.limits import MAX_NAMED_NODES, MAX_NAMED_RANKS, MAX_Q
 from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.registrations import EngineDescription, Registration
 from kvferry_server.domain.router_keys import Question, RouterKeys
-from kvferry_server.domain.times import NEVER, Times
+from kvferry_server.domain.times import NEVER, UNSCHEDULED, Times
 from kvferry_server.domain.values import EngineRef
 
 
@@ -129,7 +129,7 @@ class Engine:
     nodes: dict[int, str] = field(default_factory=dict)  # by rank, the relaying node server
     left_ranks: set[int] = field(default_factory=set)  # relayed ranks whose end their node server has reported
     host: str = ""  # origin of the scheduler's Watch; empty if unknown
-    scheduled: float = NEVER
+    scheduled: tuple[float, int] = UNSCHEDULED
     cache_bytes: int = 0  # of all ranks
     block_bytes: Counter[str] = field(default_factory=Counter)  # of one block of each group, over all ranks
     # The engine has not sent its full snapshot yet. A home cannot tell a new engine from one whose records it lost, so

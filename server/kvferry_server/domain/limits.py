@@ -25,7 +25,7 @@ class Limits:
     memory: int = 1 << 30
     """Bytes that the home keeps for all engines: registrations, publications, leases, reports, checksums and events.
     An engine, and all engines of one host together, get at most as much as stays free."""
-    engine_memory: int = 1 << 20  # Bytes that every engine gets, whatever the others hold
+    engine_memory: int = 1 << 20  # Bytes that every engine gets, whatever the others hold, also beyond `memory`
     retired: int = 16_384  # Retired incarnations that are refused
     publications: int = 65_536  # Publications of one engine that readers wait for, or whose release is not acknowledged
     checksum_bytes: int = 1 << 28  # Bytes of checksums for the unreleased publications of one engine

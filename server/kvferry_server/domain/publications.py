@@ -20,7 +20,7 @@ from kvferry.errors import (
 )
 from kvferry.geometry.blocks import MAX_LAYERS, MAX_UNFINISHED
 from kvferry_server.domain.steps import Checksums, PublicationStep, PublishedExtent
-from kvferry_server.domain.times import NEVER, Times
+from kvferry_server.domain.times import NEVER, UNSCHEDULED, Times
 from kvferry_server.domain.values import (
     EngineRef,
     LeaseRequest,
@@ -82,7 +82,7 @@ class PublicationRecord:
     tell_again_at: float = NEVER  # when the release event is repeated, unless acknowledged
     acknowledged: bool = False  # during a recovery, until whose end the number may not arrive again
     checksums: Checksums = field(default_factory=Checksums)  # dropped at release
-    scheduled: float = NEVER
+    scheduled: tuple[float, int] = UNSCHEDULED
 
     @property
     def grantable(self) -> bool:
@@ -170,7 +170,7 @@ class Lease:
     reports: dict[int, RankReport] = field(default_factory=dict)  # by rank, those that arrived while the lease was live
     ended_as: LeaseState | None = None  # None while the lease is live
     forget_at: float = NEVER  # until when the outcome is kept
-    scheduled: float = NEVER
+    scheduled: tuple[float, int] = UNSCHEDULED
 
     @property
     def live(self) -> bool:

@@ -307,9 +307,12 @@ class Records:
         engine.declined.discard(publication)
         if engine.snapshot is not None:
             engine.snapshot.discard(publication.number)
-        forgotten = (lease for lease in publication.reads if lease.lease_id not in self.leases_by_id)
-        size = PUBLICATION_BYTES + sum(lease.request.size for lease in forgotten)
+        kept = [lease for lease in publication.reads if lease.lease_id in self.leases_by_id]
+        size = sum(lease.request.size for lease in set(publication.reads).difference(kept))
+        size += 0 if kept else PUBLICATION_BYTES  # Kept outcomes keep the publication in memory.
+        publication.reads = kept
         self.move(publication, PublicationStage.FORGOTTEN, self.clock.now())
+        self.reschedule(publication)
         self.memory.give(engine.ref, size)
         self.close_if_empty(engine)
 
@@ -356,8 +359,9 @@ class Records:
             source = lease.publication.source
             self.lease_budget.give(source)
             self.unlist_read(source, lease.number)
-            if lease.publication.stage is PublicationStage.FORGOTTEN:
-                self.memory.give(source, lease.request.size)
+            if (publication := lease.publication).stage is PublicationStage.FORGOTTEN:
+                publication.reads.remove(lease)
+                self.memory.give(source, lease.request.size + (0 if publication.reads else PUBLICATION_BYTES))
 
     def _on_question_due(self, question: Question, now: float) -> None:
         if question.open:

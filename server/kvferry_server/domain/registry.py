@@ -304,6 +304,7 @@ class Registry:
         registered = sum(registration.size for registration in engine.ranks.values())
         self._memory.give(engine.ref, registered + engine.feed_bytes)
         engine.end()
+        self._deadlines.put(engine, self._on_due)
         # An engine that its scheduler has stopped keeps its memory as it is until its leases have ended.
         reason = RevokeReason.ABORTED if why is None else RevokeReason.SOURCE_LOST
         self._records.end_all(engine, reason)

@@ -31,7 +31,7 @@ from kvferry._wire.outcomes import MissReason, ReleaseOutcome
 from kvferry.errors import PrefixMiss, RouterKeyUsed, WrongKey
 from kvferry_server.domain.limits import MAX_PAST_ROUTER_KEYS, MAX_QUESTIONS, Budget, MemoryBudget, check_budget
 from kvferry_server.domain.publications import PublicationRecord, ended
-from kvferry_server.domain.times import ENDED_KEPT, NEVER
+from kvferry_server.domain.times import ENDED_KEPT, NEVER, UNSCHEDULED
 from kvferry_server.domain.values import EngineRef, LeaseRequest, RouterKey
 
 ROUTER_KEY_BYTES = 1024  # Bytes of the remembered key of a publication, estimated
@@ -84,7 +84,7 @@ class Question:
     outcome: QuestionOutcome | None = None  # None while the question is open
     why: MissReason | None = None  # what the source said, if it missed
     forget_at: float = NEVER  # until when the end is remembered
-    scheduled: float = NEVER
+    scheduled: tuple[float, int] = UNSCHEDULED
 
     @property
     def open(self) -> bool:
@@ -140,7 +140,7 @@ class RouterKeys:
         # In the order in which they expire.
         self._past: dict[str, _Past] = {}
         self._declined: dict[RouterKey, _Past] = {}
-        self.scheduled = NEVER
+        self.scheduled = UNSCHEDULED
 
     def due(self) -> float:
         """When a decline is forgotten, whose place other engines' routers may need."""

@@ -13,6 +13,7 @@ from kvferry import _clock
 from kvferry.errors import InvalidField
 
 NEVER = math.inf
+UNSCHEDULED = NEVER, -1
 
 ANSWER_HOLD = 10.0  # Longest hold, in seconds, of an answer to a question: its asker reads at once, or not at all
 ENDED_KEPT = 2.0  # Seconds for which the end of a question without a publication is remembered
@@ -66,7 +67,7 @@ class Times:
 class Timed(Protocol):
     """An object with a deadline that may move."""
 
-    scheduled: float  # When the queue next looks at this object; `NEVER` before `put`. Set by the queue only.
+    scheduled: tuple[float, int]  # When the queue next looks at it, and its number there. Set by the queue only.
 
     def due(self) -> float:
         """When something must be done about the object; `NEVER` if nothing must."""
@@ -80,29 +81,39 @@ class DeadlineQueue:
     """Deadlines in order. Moving one later costs nothing: the queue looks at the item again at its old deadline."""
 
     def __init__(self) -> None:
-        self._heap: list[Any] = []  # Of (deadline, order, item, the function that acts)
-        self._order = itertools.count()
+        self._heap: list[tuple[float, int]] = []  # What items have, or had, as `scheduled`
+        self._items: dict[int, tuple[Any, Callable[[Any, float], None]]] = {}  # By number, with the functions that act
+        self._numbers = itertools.count()
 
     def put(self, item: Item, act: Callable[[Item, float], None]) -> None:
         """Note an item's deadline, at which `act` is called with the item and the present: it must move the deadline
-        past that. Call this again whenever the deadline may have moved earlier."""
-        due = item.due()
-        if due < item.scheduled:
-            item.scheduled = due
-            heapq.heappush(self._heap, (due, next(self._order), item, act))
+        past that. Call this again whenever the deadline may have moved earlier, and when it is `NEVER` for good: from
+        then on the queue does not keep the item alive."""
+        due, (before, number) = item.due(), item.scheduled
+        if before <= due < NEVER:
+            return
+        self._items.pop(number, None)
+        item.scheduled = UNSCHEDULED
+        if due < NEVER:
+            item.scheduled = due, next(self._numbers)
+            heapq.heappush(self._heap, item.scheduled)
+            self._items[item.scheduled[1]] = item, act
+        if len(self._heap) > 2 * len(self._items) + 1024:
+            self._heap = sorted(one.scheduled for one, _ in self._items.values())
 
     def next_deadline(self) -> float:
         """When to call `advance` next; `NEVER` if nothing is due."""
-        return float(self._heap[0][0]) if self._heap else NEVER
+        return self._heap[0][0] if self._heap else NEVER
 
     def advance(self, now: float, most: int) -> None:
         """Act on the items that are due, the earliest first. At most `most` items are looked at."""
         while most and self._heap and self._heap[0][0] <= now:
             most -= 1
-            at, _, item, act = heapq.heappop(self._heap)
-            if item.scheduled != at:
-                continue  # The item was put again since, with an earlier deadline.
-            item.scheduled = NEVER
+            _, number = heapq.heappop(self._heap)
+            if number not in self._items:
+                continue  # The item was put again since, with an earlier deadline, or has none any more.
+            item, act = self._items.pop(number)
+            item.scheduled = UNSCHEDULED
             if item.due() <= now:
                 act(item, now)
             self.put(item, act)

@@ -106,17 +106,32 @@ def count_connections(address: Address) -> int:
     return sum(own in names for _, _, own, _ in _connections())
 
 
-def end_connection(peer: str) -> None:
-    """Close the connection of a gRPC peer, such as ``ipv4:10.0.0.1:4711``; on a UNIX socket all peers look alike."""
-    kind, _, address = peer.partition(":")
-    if kind not in ("ipv4", "ipv6"):
-        return
-    host, port = host_of(peer), int(address.rpartition(":")[2])
-    for _, duplicate, _, name in _connections():
-        if duplicate.family in INTERNET and name[1] == port and host_of_address(name[0]) == host:
-            logger.warning("closed the connection of %s: the client has not taken an answer for too long", peer)
-            with contextlib.suppress(OSError):
-                duplicate.shutdown(socket.SHUT_RDWR)
+class Endings:
+    """Closes the connections of clients that have not taken an answer for too long. To find them it looks at all open
+    files, so it does that once for all that come within `CONNECTION_POLL`. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._peers: set[tuple[str, int]] = set()  # Hosts and ports
+
+    def end(self, peer: str) -> None:
+        """Close the connection of a gRPC peer soon, such as ``ipv4:10.0.0.1:4711``; on a UNIX socket all look alike."""
+        kind, _, address = peer.partition(":")
+        if kind not in ("ipv4", "ipv6"):
+            return
+        if not self._peers:
+            asyncio.get_running_loop().call_later(CONNECTION_POLL, self._end_all)
+        self._peers.add((host_of(peer), int(address.rpartition(":")[2])))
+
+    def _end_all(self) -> None:
+        closed: Counter[str] = Counter()
+        for _, duplicate, _, name in _connections():
+            if duplicate.family in INTERNET and (found := (host_of_address(name[0]), name[1])) in self._peers:
+                with contextlib.suppress(OSError):
+                    duplicate.shutdown(socket.SHUT_RDWR)
+                closed[found[0]] += 1
+        self._peers.clear()
+        for host, count in closed.items():
+            logger.warning("closed %d connections of host %s, which have not taken an answer for too long", count, host)
 
 
 def _connections() -> Iterator[tuple[int, socket.socket, Any, Any]]:

@@ -29,7 +29,7 @@ from kvferry.errors import DeadlineRequired, InternalError, KvferryError, NotImp
 from kvferry.stats import Distribution
 from kvferry_server.admin.node_state import ABORTED, BOUNDS, INTERNAL, LEFT, OK, CallCounts
 from kvferry_server.domain.limits import Budget, check_budget
-from kvferry_server.node.connections import end_connection
+from kvferry_server.node.connections import Endings
 from kvferry_server.node.limits import ANSWER_TIMEOUT, LARGE_MESSAGE, MAX_PENDING_ANSWERS, RETRY_AFTER
 from kvferry_server.node.requests import KV_TRANSFER, HeldRequest, Requests
 from kvferry_server.node.tracing import Behaviour, Traced, untraced
@@ -85,6 +85,7 @@ class Guard:
         self._traced = traced
         self._open: set[asyncio.Task[Any]] = set()
         self._ending = False
+        self._endings = Endings()
 
     def guarded(self, method: str, handler: Handler | None) -> Handler:
         """Wrap the handler of a method; without a handler, make one that refuses calls. The requests of the guarded
@@ -137,7 +138,7 @@ class Guard:
                 if not handler.request_streaming:
                     request, held = await self.requests.read(method, decode, context, host)
                     if method in PAGED_ANSWERS:
-                        write = partial(_write_page, context, held)
+                        write = partial(self._write_page, context, held)
                 check(request)
                 if handler.response_streaming:
                     await _drive(behaviour(request, context), write)
@@ -221,7 +222,7 @@ class Guard:
         if size:
             check_budget("answers", self.answers, host, RETRY_AFTER, size)
             self.answers.take(host, size)
-        timer = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT, lambda: end_connection(context.peer()))
+        timer = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT, lambda: self._endings.end(context.peer()))
 
         def sent() -> None:
             timer.cancel()
@@ -241,13 +242,27 @@ class Guard:
         error.__traceback__ = error.__context__ = error.__cause__ = None
         try:
             # The status is sent after all earlier messages.
-            await _taken(context, context.abort(*status))
+            await self._taken(context, context.abort(*status))
         except grpc.aio.BaseError as failed:
             # AbortError is the normal case.
             if is_gone(failed):
                 raise asyncio.CancelledError("the call has ended") from None
             raise
         raise InternalError(f"{method} goes on after it was aborted")
+
+    async def _write_page(self, context: Context, held: HeldRequest, page: Any) -> None:
+        # All pages are there before the first is written.
+        held.end_turn()
+        await self._taken(context, context.write(page))
+
+    async def _taken(self, context: Context, sending: Awaitable[None]) -> None:
+        """Wait until gRPC has sent something. A client that takes nothing for `ANSWER_TIMEOUT` loses its connection:
+        gRPC has no other way to drop the data that it keeps for the client."""
+        timer = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT, self._endings.end, context.peer())
+        try:
+            await sending
+        finally:
+            timer.cancel()
 
 
 def _told(error: Exception, method: str) -> KvferryError:
@@ -275,22 +290,6 @@ async def _drive(answer: AsyncGenerator[Any, None] | Awaitable[None], write: Cal
     async with contextlib.aclosing(answer) as messages:
         async for message in messages:
             await write(message)
-
-
-async def _write_page(context: Context, held: HeldRequest, page: Any) -> None:
-    # All pages are there before the first is written.
-    held.end_turn()
-    await _taken(context, context.write(page))
-
-
-async def _taken(context: Context, sending: Awaitable[None]) -> None:
-    """Wait until gRPC has sent something. A client that takes nothing for `ANSWER_TIMEOUT` loses its connection: gRPC
-    has no other way to drop the data that it keeps for the client."""
-    timer = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT, end_connection, context.peer())
-    try:
-        await sending
-    finally:
-        timer.cancel()
 
 
 def _encoder(encode: Any) -> Callable[[Any], bytes]:

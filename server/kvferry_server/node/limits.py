@@ -4,7 +4,7 @@ durations in seconds. `NodeConfig` has those that a deployment may set."""
 from __future__ import annotations
 
 MAX_REQUESTS = 16
-"""Requests of one host that are being read, or worked on if they are large; as many again for those with geometries."""
+"""Requests of one host that are being read; as many again for those with geometries."""
 
 MAX_LOCAL_REQUESTS = 64  # `MAX_REQUESTS` of all callers on the UNIX socket together: gRPC cannot tell them apart
 LARGE_MESSAGE = 256 * 1024  # From this size a request or an answer counts as large
@@ -42,6 +42,7 @@ REQUEST_TIMEOUT = 10.0  # How long a request may take to arrive; looked at every
 RETRY_AFTER = 0.25  # Retry delay of a call that a limit refused
 
 SLOW_PEER_TIMEOUT = 0.25  # How long a call may wait for its peer while other calls of its host wait to be read
+SLOW_PEERS_TIMEOUT = 2.0  # How long as many slow calls as wait to be read may keep the last one waiting, about
 ANSWER_TIMEOUT = 10.0  # How long an answer, its page or a status may wait, before the client loses its connection
 DRAIN_STREAMS = 0.5  # How long streams get to end after a drain has asked them to, before the server ends them
 LEASE_POLL = 0.05  # Between two checks whether leases are still live, during a drain

@@ -3,9 +3,9 @@
 - A method takes no more bytes than the contract allows.
 - The decoded size of a request is found before decoding (`decoded_size`), is bounded by the size on the wire, and is
   taken from a budget that hosts share. Of requests that take much memory, each host has one at a time.
-- A request holds a slot of its host while it is read, a large request until it is decoded. A call whose peer sends
-  nothing while others wait for a slot fails with `LimitReached` and a retry delay: otherwise a few slow request bodies
-  would keep a host's renewals out until its leases are lost.
+- A request holds a slot of its host while it is read, and no longer: a host's renewals must not wait for its heavy
+  requests. A call whose peer sends nothing while others wait for a slot fails with `LimitReached` and a retry delay:
+  otherwise a few slow request bodies would keep a host's renewals out until its leases are lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvferry_server.domain.limits import Budget, check_budget
 from kvferry_server.home.time_slices import TimeSlices, Worker
 from kvferry_server.node import limits
 from kvferry_server.node.decoded_size import Decoded, Shape, shape_of
-from kvferry_server.node.limits import REQUEST_TIMEOUT, RETRY_AFTER, SLOW_PEER_TIMEOUT
+from kvferry_server.node.limits import REQUEST_TIMEOUT, RETRY_AFTER, SLOW_PEER_TIMEOUT, SLOW_PEERS_TIMEOUT
 from kvferry_server.servicers.callers import Context
 from kvferry_server.servicers.limits import MAX_INLINE_BYTES
 
@@ -70,44 +70,41 @@ class Arrivals:
         self._reading: dict[_Reading, None] = {}  # The longest first
         self._timer: asyncio.TimerHandle | None = None
 
-    async def read(self, context: Any) -> tuple[Any, bool]:
+    async def read(self, context: Any) -> Any:
         """Wait for a slot, first come first served, and read a call's next request. Returns the undecoded request, or
-        `grpc.aio.EOF`, and whether it is large: then the caller still has the slot and must release it. Raises
-        `LimitReached` if other calls needed the slot before the request came, and `InvalidField` if it did not arrive
-        within `REQUEST_TIMEOUT`."""
+        `grpc.aio.EOF`. Raises `LimitReached` if other calls needed the slot before the request came, and `InvalidField`
+        if it did not arrive within `REQUEST_TIMEOUT`."""
         loop = asyncio.get_running_loop()
         self._waiting += 1
         try:
             await self.slots.acquire()
         finally:
             self._waiting -= 1
-        large = False
         reading = _Reading(loop.time(), cast("asyncio.Task[Any]", asyncio.current_task()))
         self._reading[reading] = None
         if self._timer is None:
             self._timer = loop.call_later(SLOW_PEER_TIMEOUT, self._end_overdue)
         try:
-            raw = await context.read()
-            large = raw is not grpc.aio.EOF and len(raw) >= limits.LARGE_MESSAGE
-            return raw, large
+            return await context.read()
         except asyncio.CancelledError:
             if reading.why_ended is None:
                 raise
             raise reading.why_ended from None
         finally:
             self._reading.pop(reading, None)
-            if not large:
-                self.slots.release()
+            self.slots.release()
 
     def _end_overdue(self) -> None:
         """End calls whose requests are late, and as many slow ones as calls wait for slots; look again while any call
         reads."""
         loop = asyncio.get_running_loop()
         now = loop.time()
-        look_again = now + SLOW_PEER_TIMEOUT
+        # The more calls wait, the shorter: thousands of slow ones would keep a renewal waiting for a minute.
+        slow = min(SLOW_PEER_TIMEOUT, SLOW_PEERS_TIMEOUT * self._most / max(1, self._waiting))
+        look_again = now + slow
         for index, reading in enumerate(tuple(self._reading)):
-            if now < reading.since + SLOW_PEER_TIMEOUT:
-                look_again = reading.since + SLOW_PEER_TIMEOUT
+            if now < reading.since + slow:
+                look_again = reading.since + slow
                 break
             if now >= reading.since + REQUEST_TIMEOUT:
                 expected = f"a request that arrives within {REQUEST_TIMEOUT:g} s"
@@ -166,9 +163,8 @@ class Requests:
         """Read and decode the only request of a call. Raises `InvalidField` if there is none, or if it is too large or
         does not decode, and `LimitReached` if this host's requests take too much memory; see also `Arrivals`."""
         arrivals = self._arrivals(host, geometries=method in GEOMETRIES)
-        raw, large = await arrivals.read(context)
+        raw = await self.raw(context, host, arrivals)
         held = HeldRequest(self.memory, host)
-        self.worked_on += len(raw) if large else 0
         try:
             if raw is grpc.aio.EOF:
                 raise InvalidField("request", "nothing", "one message")
@@ -177,9 +173,6 @@ class Requests:
         except BaseException:
             held.free()
             raise
-        finally:
-            if large:
-                arrivals.slots.release()
 
     async def each(self, decode: Decode, context: Context, host: str) -> AsyncGenerator[Any, None]:
         """Yield the decoded requests of a call that may have many. They wait for slots as well, because gRPC keeps as
@@ -188,13 +181,11 @@ class Requests:
             _check_size(raw, limits.MAX_STREAMED_REQUEST)
             yield _parsed(decode, raw)
 
-    async def raw(self, context: Context, host: str) -> Any:
+    async def raw(self, context: Context, host: str, arrivals: Arrivals | None = None) -> Any:
         """Return the next undecoded request of a call, or `grpc.aio.EOF`. Raises as `read`."""
-        arrivals = self._arrivals(host, geometries=False)
-        raw, large = await arrivals.read(context)
-        if large:
+        raw = await (arrivals or self._arrivals(host, geometries=False)).read(context)
+        if raw is not grpc.aio.EOF and len(raw) >= limits.LARGE_MESSAGE:
             self.worked_on += len(raw)
-            arrivals.slots.release()
         return raw
 
     async def _decoded(self, decode: Decode, raw: bytes, host: str, held: HeldRequest, arrivals: Arrivals) -> Any:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 from google.rpc import error_details_pb2  # noqa: F401
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import SERVICE_NAME as HEALTH
-from grpc_health.v1.health import aio as health_aio
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION
@@ -31,6 +30,7 @@ from kvferry_server.node.certificates import Certificates
 from kvferry_server.node.config import NodeConfig, advertised, is_on_loopback
 from kvferry_server.node.connections import ConnectionLimiter, connections_each, count_connections, file_limit
 from kvferry_server.node.guard import Guard
+from kvferry_server.node.health import Health
 from kvferry_server.node.limits import DRAIN_STREAMS, LEASE_POLL
 from kvferry_server.node.listen import CannotListen, Listener, TcpListener, UnixListener
 from kvferry_server.node.listings import Listings
@@ -68,7 +68,7 @@ class NodeServer:
     def __init__(self, config: NodeConfig, failed_handshakes: Callable[[], Mapping[str, int]] | None = None) -> None:
         self._config = config
         self._failed_handshakes = failed_handshakes
-        self._health = health_aio.HealthServicer()
+        self._health = Health()
         self._worker = Worker()
         self._relays: Relays | None = None
         self._listeners: list[Listener] = []
@@ -101,7 +101,10 @@ class NodeServer:
         certificates = self._certificates
         if certificates is not None:
             self._begin(certificates.run(), "certificates")
-        self.home = Home(BOOT, config.times, self.advertise, Limits(memory=config.home_memory))
+        # What each engine gets, however much others hold, is part of the memory, or a thousand engines would take more.
+        floors = config.home_memory // 4
+        of_home = Limits(memory=config.home_memory - floors, engine_memory=floors // Limits().engines)
+        self.home = Home(BOOT, config.times, self.advertise, of_home)
         relays = self._relays = Relays(
             self.advertise,
             config.tls,

@@ -11,10 +11,11 @@ call needs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +26,7 @@ from kvferry_server.servicers.callers import Context, identities_of
 from kvferry_server.servicers.limits import MAX_NOTIFICATIONS, MAX_TEXT
 from kvferry_server.servicers.notify import OF_A_SOURCE
 
+MAX_KEPT = 4096  # Callers whose grants are kept, per listener
 EVERY = "*"  # The pattern of every engine_id
 ANYBODY = "**"  # The pattern of every identity; as a part of a pattern, any number of parts
 
@@ -64,7 +66,7 @@ class Grant:
             if engines and need.engine_id is None:
                 return True
             names = [name for name in (need.engine_id, need.or_engine_id) if name is not None]
-            if any(fnmatchcase(name, pattern) for pattern in engines for name in names):
+            if engines and any(map(_any_of(engines).match, names)):
                 return True
         return False
 
@@ -78,6 +80,12 @@ class Grant:
 
     def __or__(self, other: Grant) -> Grant:
         return Grant(**{role.value: self._engines(role) + other._engines(role) for role in PolicyRole})
+
+
+@lru_cache(MAX_KEPT)
+def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    """Return shell patterns as one: a batch may name a thousand engines, and a policy as many patterns."""
+    return re.compile("|".join(map(translate, patterns)))
 
 
 OPERATOR = Grant(**{role.value: (EVERY,) for role in PolicyRole})  # Every role, for all engines
@@ -129,7 +137,6 @@ def identity_matches(pattern: str, identity: str) -> bool:
     return all(map(fnmatchcase, found, head)) and all(map(fnmatchcase, ends, tail))
 
 
-MAX_KEPT = 4096  # Callers whose grants are kept, per listener
 ENGINE, READER, RELAY = PolicyRole.ENGINE, PolicyRole.READER, PolicyRole.RELAY
 OBSERVER, ADMIN = PolicyRole.OBSERVER, PolicyRole.ADMIN
 

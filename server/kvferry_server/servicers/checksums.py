@@ -65,44 +65,41 @@ async def read_checksums(
     """Answer ReadChecksums. Raises `InvalidField`, also if the answer fits no message, and as `Lessor.leased`."""
     reader = checks.engine_ref("reader", request.reader)
     lease_id = checks.random_bytes("lease_id", request.lease_id)
-    few = request.ByteSize() <= limits.MAX_INLINE_BYTES
-    queries = _queries(request) if few else await worker.run(host, lambda: _queries(request))
     with home.turn():
         publication = home.lessor.leased(lease_id, reader, names)
-        checksums, asked = publication.checksums, {message.rank for message in request.queries}
-        found = [
-            (page, units, indexes)
-            for message, units, indexes in queries
-            for page in checksums.pages(message.rank, message.planes)
-        ]
-        pending = asked - checksums.done if publication.awaits_checksums else set()
-    size = sum(page.size for page, _, _ in found)
+        checksums, awaited = publication.checksums, publication.awaits_checksums
 
     def answer() -> pb.ReadChecksumsResponse:
+        # Before the pages are looked up: a rank may send its last ones meanwhile.
+        pending = {message.rank for message in request.queries} - checksums.done if awaited else ()
         response = pb.ReadChecksumsResponse(home_epoch=home.epoch, pending_ranks=sorted(pending))
         left = limits.MAX_ANSWER_BYTES - response.ByteSize()
-        for page, units, indexes in found:
-            if (held := page.part(units, indexes)) is None:
-                continue
-            starts, counts = id_runs(held.indexes)
-            part = pb.Checksums(
-                rank=held.rank,
-                plane=held.plane,
-                unit_begin=held.units.begin,
-                unit_end=held.units.end,
-                place_starts=starts.tolist(),
-                place_counts=counts.tolist(),
-                sums=held.sums.ravel().tolist(),
-            )
-            left -= checks.entry_size(part)
-            if left < 0:
-                planes = sum(len(message.planes) for message in request.queries)
-                most = f"so few that the answer has at most {limits.MAX_ANSWER_BYTES} bytes: ask in several calls"
-                raise InvalidField("queries", f"{planes} planes", most)
-            response.checksums.append(part)
+        for message, units, indexes in _queries(request):
+            for page in checksums.pages(message.rank, message.planes):
+                if (held := page.part(units, indexes)) is None:
+                    continue
+                starts, counts = id_runs(held.indexes)
+                part = pb.Checksums(
+                    rank=held.rank,
+                    plane=held.plane,
+                    unit_begin=held.units.begin,
+                    unit_end=held.units.end,
+                    place_starts=starts.tolist(),
+                    place_counts=counts.tolist(),
+                    sums=held.sums.ravel().tolist(),
+                )
+                left -= checks.entry_size(part)
+                if left < 0:
+                    planes = sum(len(message.planes) for message in request.queries)
+                    most = f"so few that the answer has at most {limits.MAX_ANSWER_BYTES} bytes: ask in several calls"
+                    raise InvalidField("queries", f"{planes} planes", most)
+                response.checksums.append(part)
         return response
 
-    return answer() if size <= limits.MAX_INLINE_BYTES else await worker.run(host, answer)
+    # A hundred kilobytes of queries may ask for a million pages, and each waiting call would keep a list of them.
+    few = request.ByteSize() <= limits.MAX_INLINE_BYTES
+    few = few and len(request.queries) * checksums.size <= limits.MAX_INLINE_BYTES
+    return answer() if few else await worker.run(host, answer)
 
 
 def _queries(request: pb.ReadChecksumsRequest) -> list[tuple[pb.ChecksumQuery, Interval, Indexes]]:

@@ -26,6 +26,8 @@ from kvferry_server.node import server as server_module
 from kvferry_server.node.loading import configure
 from kvferry_server.node.main import _serve
 from kvferry_server.node.server import NodeServer
+from tests.support import http2
+from tests.support.http2 import Connection, data, frame, message, request_headers
 from tests.support.node_servers import Kvferryd
 from tests.support.stubs import KVTransferStub
 
@@ -80,6 +82,27 @@ def test_open_streams_are_ended_by_a_drain_and_do_not_delay_it(tmp_path: Path, n
         assert server.wait() == 0
         assert "stopped" in server.log
     assert names(tmp_path) == set()
+
+
+def test_client_that_takes_no_health_keeps_nobody_waiting(tmp_path: Path) -> None:
+    with (
+        Kvferryd("--unix", "", "--listen", "127.0.0.1:0", *LONG) as server,
+        Connection(server.address, preface=False) as deaf,
+        connect(server.address) as channel,
+    ):
+        # The client opens no window, and so takes nothing.
+        head = request_headers("/grpc.health.v1.Health/Watch", grpc_timeout=None)
+        deaf.send(http2.PREFACE, http2.settings({4: 0}), frame(http2.HEADERS, http2.END_HEADERS, 1, head))
+        deaf.send(*data(1, message(b"")))
+        assert deaf.answered(1, by=http2.HEADERS)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        # Sooner than the server ends the connection of a client that answers no pings.
+        health = stub.Watch(health_pb2.HealthCheckRequest(), timeout=10)
+        assert next(health).status == health_pb2.HealthCheckResponse.SERVING
+        server.signal()
+        assert next(health).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        deaf.close()
+        assert server.wait() == 0
 
 
 def test_second_signal_stops_the_server_at_once(tmp_path: Path) -> None:

@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.errors import LimitReached
+from kvferry_server.domain.engine import Process, Role
 from kvferry_server.node import memory
 from kvferry_server.node.limits import MAX_HOME_MEMORY, MIN_HOME_MEMORY, WORKING_MEMORY
 from kvferry_server.node.loading import BadConfig, configure
 from kvferry_server.node.memory import TRIM_BYTES, home_memory, memory_limit
+from kvferry_server.node.server import NodeServer
 from tests.support.memory_groups import in_group, memory_group
 from tests.support.node_servers import Kvferryd, refused
+from tests.support.parties import SECRETS, offer, start
 
 HOST = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 MIB = 1 << 20
@@ -67,6 +71,24 @@ def test_memory_setting_takes_bytes_and_units_and_refuses_too_little() -> None:
     with pytest.raises(BadConfig) as caught:
         configure(memory="1MiB")
     assert "at least 16MiB" in str(caught.value)
+
+
+async def test_many_engines_together_keep_within_the_memory(tmp_path: Path) -> None:
+    server = NodeServer(configure(unix=str(tmp_path / "node.sock"), listen="", memory="16MiB"))
+    await server.start()
+    home, full = server.home, 0
+    for number in range(100):
+        ref = start(f"engine-{number}", "abcdefghij"[number // 10] + "0123456789"[number % 10])
+        try:
+            with home.turn():
+                home.open_watch(Process(ref, Role.SCHEDULER), SECRETS[ref])
+                for publication in range(1, 17):
+                    home.sources.publish(ref, offer(publication, payload=bytes(65_536)))
+        except LimitReached:
+            full += 1
+    await server.stop(0)
+    assert full
+    assert home.memory.used <= 16 * MIB
 
 
 def test_check_config_refuses_a_budget_that_the_memory_does_not_hold() -> None:

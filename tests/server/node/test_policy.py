@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
 
@@ -409,6 +410,22 @@ def test_batch_that_is_too_large_is_not_checked_item_by_item(monkeypatch: pytest
         assert len(parsed) == looked_at
         with pytest.raises(NotAllowed):
             check(who_has(observer=("*",)), "/kvferry.v1.KVTransfer/Notify", request)
+
+
+def test_batch_is_not_checked_pattern_by_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand names against a thousand patterns would hold up every other caller for two seconds."""
+    matched = list[str]()
+
+    def match(name: str, pattern: str) -> bool:
+        matched.append(name)
+        return fnmatchcase(name, pattern)
+
+    monkeypatch.setattr(access, "fnmatchcase", match)
+    names = [f"p-999-{number}" for number in range(MAX_NOTIFICATIONS)]
+    declines = [pb.Notification(decline=pb.Decline(reference=router_reference("h:1", name))) for name in names]
+    caller = who_has(reader=tuple(f"p-{number}-*" for number in range(1000)))
+    check(caller, "/kvferry.v1.KVTransfer/Notify", pb.NotifyRequest(notifications=declines))
+    assert len(matched) <= len(names)
 
 
 def test_policy_in_an_inaccessible_folder_is_refused(tmp_path: Path) -> None:

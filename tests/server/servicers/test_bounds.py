@@ -6,7 +6,9 @@ import asyncio
 import hashlib
 import itertools
 import time
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from kvferry._arguments import label
 from kvferry._wire.authority import incarnation_of
 from kvferry._wire.channel import MAX_MESSAGE_BYTES, MAX_NOTIFY_BYTES
 from kvferry._wire.status import NOTIFICATION_ERROR_BYTES, from_rpc_error
-from kvferry.errors import BadReference, InvalidField, KvferryError, LeaseEnded, LimitReached, PeerRestarted
+from kvferry.errors import BadReference, InvalidField, KvferryError, LimitReached, PeerRestarted
 from kvferry.geometry import RankGeometry
 from kvferry.v1 import errors_pb2
 from kvferry.v1 import introspection_pb2 as ipb
@@ -266,21 +268,57 @@ async def test_sums_that_no_answer_holds_are_refused(tmp_path: Path, monkeypatch
 
 
 async def test_places_asked_for_are_counted_in_queries_without_planes_too(tmp_path: Path) -> None:
-    """Each query of twelve bytes would take 4 MiB, and no lease is needed."""
-    async with running(tmp_path) as node:
-        query = pb.ChecksumQuery(unit_end=1, place_starts=[0], place_counts=[limits.MAX_ASKED_SUMS])
-        for queries, refused in ((1, LeaseEnded), (2, InvalidField)):
-            request = pb.ReadChecksumsRequest(reader=proto(D), lease_id=b"l" * 16, queries=[query] * queries)
-            assert isinstance(await raised(node.kv.ReadChecksums(request, timeout=TIMEOUT)), refused)
+    """Each query of twelve bytes would take 4 MiB."""
+    query = pb.ChecksumQuery(unit_end=1, place_starts=[0], place_counts=[limits.MAX_ASKED_SUMS])
+    async with leased_sums(tmp_path) as ask:
+        assert not (await ask([query])).checksums
+        assert isinstance(await raised(ask([query] * 2)), InvalidField)
 
 
 async def test_queries_are_counted_without_planes_too(tmp_path: Path) -> None:
-    """As many as fit a request would keep the event loop for seconds, and no lease is needed."""
+    """As many as fit a request would take seconds."""
+    query = pb.ChecksumQuery(unit_end=1, place_starts=[0], place_counts=[1])
+    async with leased_sums(tmp_path) as ask:
+        assert not (await ask([query] * limits.MAX_ASKED_PLANES)).checksums
+        assert isinstance(await raised(ask([query] * (limits.MAX_ASKED_PLANES + 1))), InvalidField)
+
+
+async def test_calls_that_ask_again_and_again_for_many_sums_take_little_memory(tmp_path: Path) -> None:
+    """Each of these calls looks at 65,536 pages."""
+    pages, calls = 64, 16
+    query = pb.ChecksumQuery(planes=["layers.0/key"], unit_begin=7, unit_end=8, place_starts=[0], place_counts=[1])
+    async with leased_sums(tmp_path, pages) as ask:
+        tracemalloc.start()
+        try:
+            await asyncio.gather(*(ask([query] * 1024) for _ in range(calls)))
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert most < 16 << 20
+
+
+@asynccontextmanager
+async def leased_sums(
+    tmp_path: Path, pages: int = 1
+) -> AsyncIterator[Callable[[Sequence[pb.ChecksumQuery]], Awaitable[pb.ReadChecksumsResponse]]]:
+    """Publish as many blocks as `pages`, with the sum of the first unit of each in a page of its own; give a reader's
+    call, which asks for sums."""
     async with running(tmp_path) as node:
-        query = pb.ChecksumQuery(unit_end=1, place_starts=[0], place_counts=[1])
-        for queries, refused in ((limits.MAX_ASKED_PLANES, LeaseEnded), (limits.MAX_ASKED_PLANES + 1, InvalidField)):
-            request = pb.ReadChecksumsRequest(reader=proto(D), lease_id=b"l" * 16, queries=[query] * queries)
-            assert isinstance(await raised(node.kv.ReadChecksums(request, timeout=TIMEOUT)), refused)
+        await ready(node)
+        blocks = pb.GroupBlocks(group="full", end_token=16 * pages, run_starts=[1], run_counts=[pages])
+        await node.publish(1, groups=[blocks], checksums=True)
+        parts = [
+            pb.Checksums(plane="layers.0/key", unit_end=1, place_starts=[index], place_counts=[1], sums=[7])
+            for index in range(pages)
+        ]
+        await node.source(pb.Notification(checksums=pb.PublishChecksums(publication=1, checksums=parts, last=True)))
+        lease_id = (await node.read(1)).accepted.lease_id
+
+        async def ask(queries: Sequence[pb.ChecksumQuery]) -> pb.ReadChecksumsResponse:
+            request = pb.ReadChecksumsRequest(reader=proto(D), lease_id=lease_id, queries=queries)
+            return await node.kv.ReadChecksums(request, timeout=TIMEOUT)
+
+        yield ask
 
 
 async def test_sums_of_a_rank_that_is_not_registered_yet_are_asked_for_again(tmp_path: Path) -> None:
