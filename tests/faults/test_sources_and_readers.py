@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("ucx_tls", ["", "tcp"], ids=["ucx-default", "ucx-tcp"])
 def test_a_reader_that_goes_on_after_its_blocks_were_overwritten_fails_as_expired(tmp_path: Path, ucx_tls: str) -> None:
-    world = World(tmp_path, times=Times(ttl=1.5, max_ttl=1.5, hold=0.5), ucx_tls=ucx_tls).ready()
+    world = World(tmp_path, ucx_tls=ucx_tls).ready()
     try:
         for _ in range(2):
             request, reading = moving(world, [world.reader.process], PATIENT)
@@ -69,7 +69,7 @@ def test_a_source_rank_that_never_goes_on(world: World) -> None:
 
 
 def test_a_home_that_never_comes_back(tmp_path: Path) -> None:
-    world = World(tmp_path, times=Times(ttl=1.0, max_ttl=1.0, hold=3.0, final=3.0)).ready()
+    world = World(tmp_path, times=Times(ttl=3.0, max_ttl=3.0, hold=3.5, final=6.0)).ready()
     try:
         works(world)
         request = world.source.publish()

@@ -13,7 +13,7 @@ from tests.support.faults.processes import EngineProcess, Node
 from tests.support.node_servers import free_port
 from tests.support.waiting import until
 
-TIMES = Times(ttl=3.0, max_ttl=3.0, engine_ttl=3.0, hold=3.5, final=20.0, max_wait=20.0)
+TIMES = Times(ttl=3.0, max_ttl=3.0, engine_ttl=6.0, hold=3.5, final=20.0, max_wait=20.0)
 READING: dict[str, Any] = {
     "ucx_tls": "tcp",
     "chunk_descriptors": 1,
