@@ -489,6 +489,32 @@ def test_a_lease_of_an_attempt_that_failed_is_given_back_with_the_read(tmp_path:
         assert read.given_back == [(FIRST, pb.RANK_OUTCOME_CANCELLED)]
 
 
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_lease_that_a_restarted_home_has_granted_is_given_back_with_the_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: bool
+) -> None:
+    async def wait(calls: list[asyncio.Future[object]]) -> None:
+        await asyncio.wait(calls)
+        if len(server.asked) == 2 and not seen:
+            # The read is cancelled in the moment in which the answer arrives.
+            raise asyncio.CancelledError
+
+    def poll(_: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
+        if len(server.asked) > 2:
+            raise HomeRecovering("not now", retry_after=50.0)
+        return polled(accepted=accepted(FIRST if len(server.asked) == 1 else SECOND))
+
+    patched = SimpleNamespace(sleep=asyncio.sleep, wait=wait, CancelledError=asyncio.CancelledError)
+    monkeypatch.setattr(acquisition, "asyncio", patched)
+    with reading(tmp_path, poll) as (server, read):
+        read.start()
+        if seen:
+            server.until(lambda: len(server.asked) == 3)
+            read.cancel()
+        assert isinstance(read.outcome(), asyncio.CancelledError)
+        assert (SECOND, pb.RANK_OUTCOME_CANCELLED) in read.given_back
+
+
 def test_a_closed_connection_ends_the_wait(tmp_path: Path) -> None:
     over = threading.Event()
 

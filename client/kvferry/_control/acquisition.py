@@ -183,7 +183,8 @@ class Acquisition:
             await asyncio.wait([call])
             answer = call.result()
         except asyncio.CancelledError:
-            if lease is None:
+            # A home that has restarted has granted another lease in answer to a call with the old one.
+            if lease is None or call.done():
                 self._aside(self._end_unseen(call, sent_at))
             else:
                 call.cancel()
@@ -262,6 +263,7 @@ class Acquisition:
             return True
         if self._lease is not None:
             # The home has lost the lease and begins with the first step again: start another attempt after a pause.
+            self._had = _lease(accepted, sent_at)
             raise Unreachable(f"{home.address} granted the read again", address=home.address)
         lease = self._lease = self._had = _lease(accepted, sent_at)
         lease.changed = self._changed
