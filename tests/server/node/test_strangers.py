@@ -359,13 +359,13 @@ def test_sockets_of_an_embedding_engine_stay_unchanged() -> None:
 
 async def test_open_files_are_looked_at_once_for_all_clients_that_take_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """For each of 500 clients, with 3,000 connections open, that would keep the event loop for half a minute."""
-    looks, descriptors = list[int](), connections._descriptors
+    looks, found = list[int](), connections._connections
 
-    def looked() -> list[int]:
+    def looked() -> Iterator[tuple[int, socket.socket, Any, Any]]:
         looks.append(1)
-        return descriptors()
+        return found()
 
-    monkeypatch.setattr(connections, "_descriptors", looked)
+    monkeypatch.setattr(connections, "_connections", looked)
     with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as stack:
         clients = [stack.enter_context(socket.create_connection(listening.getsockname(), 20)) for _ in range(9)]
         for _ in clients:
