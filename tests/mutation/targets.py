@@ -58,6 +58,7 @@ READ_ENDINGS = ("tests/e2e/test_read_endings.py",)
 HOSTILE = ("tests/api/test_hostile_arguments.py",)
 OFFERS = ("tests/control/test_offers.py", "tests/control/test_offer_decisions.py")
 RANK = ("tests/reads/test_rank_decisions.py",)
+TURNS = ("tests/reads/test_turns.py",)
 ENGINE_READS = ("tests/engine/test_read_decisions.py", "tests/engine/test_scheduled_reads.py")
 BLOCK_USE = ("tests/control/test_block_use.py", "tests/api/test_blocks_in_use.py")
 CONTROL = ("tests/control/test_renewals.py", "tests/reads/test_rank_shares.py", "tests/control/test_telling.py")
@@ -257,7 +258,13 @@ TARGETS: dict[str, Target] = {
     "client/kvferry/_transport/reading_thread.py": Target((READING, THREADS, READS)),
     "client/kvferry/_transport/transport.py": Target((READING, THREADS, READS, STAGING, SHARED)),
     "client/kvferry/_transport/staging_pool.py": Target((SLOTS, STAGING)),
-    "client/kvferry/_reads/rank_reads.py": Target((RANK, PORTS)),
+    "client/kvferry/_reads/rank_reads.py": Target(
+        (RANK, TURNS, PORTS),
+        {
+            "RankReads._move: self._loop.now() + EXPAND_FOR -> self._loop.now() - EXPAND_FOR": "the loop has a turn "
+            "after every expansion, not only after long ones: some microseconds",
+        },
+    ),
     "client/kvferry/_control/block_use.py": Target((BLOCK_USE,)),
     "client/kvferry/engine/scheduler.py": Target((PORT, PORTS)),
     "client/kvferry/engine/scheduler_reads.py": Target((ENGINE_READS, PORTS)),
