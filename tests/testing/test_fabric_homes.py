@@ -76,7 +76,7 @@ def test_a_rank_on_another_node_is_lost_with_its_process_or_its_node(stopped: bo
 
         until(incomplete)
         publication = prefill.publish(VALUES, THEIRS)
-        (read,) = decode.read(publication.reference, MINE, timeout=1.0)
+        (read,) = decode.read(publication.reference, MINE, timeout=3.0)
         problem = str(read.exception(SOON))
         assert "1 of 2 ranks are missing" in problem
         assert (f"nodes lost: {two.addresses[1]}" in problem) == stopped
