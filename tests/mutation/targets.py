@@ -38,6 +38,8 @@ FEEDS = (
     "tests/server/servicers/test_decline_anywhere.py",
 )
 STREAMS = (*FEEDS, "tests/server/home/test_home.py")
+LOGS = ("tests/server/node/test_logs.py",)
+HANDSHAKES = ("tests/server/servicers/test_handshakes.py",)
 BOUNDS = ("tests/server/servicers/test_bounds.py",)
 MODEL = ("tests/model/test_model.py",)
 DEFENCE = ("tests/transport/test_defence.py",)
@@ -200,10 +202,10 @@ TARGETS: dict[str, Target] = {
         },
     ),
     "server/kvferry_server/domain/engine.py": Target(LESSOR, {"Engine.live_until: 0.0 -> 1.0": BEFORE_ANY}),
-    "server/kvferry_server/domain/registry.py": Target(LESSOR),
+    "server/kvferry_server/domain/registry.py": Target((*LESSOR, LOGS)),
     "server/kvferry_server/domain/limits.py": Target((SHARES, MODEL)),
     "server/kvferry_server/domain/registrations.py": Target(
-        LESSOR,
+        (*LESSOR, HANDSHAKES),
         {
             "Registration._check_agent: hmac.compare_digest(hashlib.sha256(agent.metadata).digest(), "
             "agent.metadata_sha256) -> hmac.compare_digest(agent.metadata_sha256, "
