@@ -244,6 +244,9 @@ def test_a_publication_that_no_home_takes_within_the_hold_is_given_up(
     lost = [record.getMessage() for record in caplog.records if "could not send" in record.getMessage()]
     assert len(lost) == 1
     assert f"publication {publications[0].number}: request 'lost' is given up: " in lost[0]
+    # Of one alone, that line has said all.
+    summed = [record.getMessage() for record in caplog.records if "were given up before" in record.getMessage()]
+    assert all(int(line.split()[0]) > 1 for line in summed), summed
 
 
 def test_a_home_that_takes_steps_behind_a_refused_one_may_have_all(port: SchedulerPort, calls: Calls) -> None:

@@ -26,6 +26,7 @@ HOME = (
     "tests/server/domain/test_shares.py",
     "tests/server/home/test_home.py",
     "tests/server/domain/test_decisions.py",
+    "tests/server/domain/test_journal.py",
     "tests/server/servicers/test_authority.py",
 )
 SHARES = ("tests/server/domain/test_shares.py",)
@@ -37,6 +38,8 @@ FEEDS = (
     "tests/server/servicers/test_decline_anywhere.py",
 )
 STREAMS = (*FEEDS, "tests/server/home/test_home.py")
+LOGS = ("tests/server/node/test_logs.py",)
+HANDSHAKES = ("tests/server/servicers/test_handshakes.py",)
 BOUNDS = ("tests/server/servicers/test_bounds.py",)
 MODEL = ("tests/model/test_model.py",)
 DEFENCE = ("tests/transport/test_defence.py",)
@@ -187,16 +190,22 @@ TARGETS: dict[str, Target] = {
     ),
     "client/kvferry/planner/request_blocks.py": Target((NEEDED, *PLANNER)),
     "client/kvferry/planner/lane.py": Target((SEGMENTS, COUNTED, *PLANNER, PARTS)),
-    "server/kvferry_server/domain/lessor.py": Target(LESSOR),
-    "server/kvferry_server/domain/sources.py": Target(LESSOR),
+    "server/kvferry_server/domain/lessor.py": Target((*LESSOR, BOUNDS)),
+    "server/kvferry_server/domain/sources.py": Target((*LESSOR, BOUNDS)),
     "server/kvferry_server/domain/records.py": Target(LESSOR),
     "server/kvferry_server/domain/publications.py": Target(LESSOR),
-    "server/kvferry_server/domain/steps.py": Target((HOME, BOUNDS, VERIFIED, MODEL)),
+    "server/kvferry_server/domain/steps.py": Target(
+        (HOME, BOUNDS, VERIFIED, MODEL),
+        {
+            "ChecksumPage.near: near and self.units.begin < other.units.end and (other.units.begin < self.units.end) "
+            "-> self.units.begin < other.units.end and other.units.begin < self.units.end": SHORT_CUT,
+        },
+    ),
     "server/kvferry_server/domain/engine.py": Target(LESSOR, {"Engine.live_until: 0.0 -> 1.0": BEFORE_ANY}),
-    "server/kvferry_server/domain/registry.py": Target(LESSOR),
+    "server/kvferry_server/domain/registry.py": Target((*LESSOR, LOGS)),
     "server/kvferry_server/domain/limits.py": Target((SHARES, MODEL)),
     "server/kvferry_server/domain/registrations.py": Target(
-        LESSOR,
+        (*LESSOR, HANDSHAKES),
         {
             "Registration._check_agent: hmac.compare_digest(hashlib.sha256(agent.metadata).digest(), "
             "agent.metadata_sha256) -> hmac.compare_digest(agent.metadata_sha256, "

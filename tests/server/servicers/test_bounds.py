@@ -30,6 +30,7 @@ from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine import Process, Role
 from kvferry_server.domain.limits import Limits
+from kvferry_server.domain.steps import PAGE_OVERHEAD
 from kvferry_server.domain.values import EngineRef
 from kvferry_server.home import time_slices
 from kvferry_server.servicers import limits
@@ -540,6 +541,23 @@ async def test_a_heavy_batch_lets_others_have_their_turn(tmp_path: Path, monkeyp
             renewals += 1
         assert {result.WhichOneof("kind") for result in await task} == {"published"}
         assert renewals > 3
+
+
+async def test_sums_of_all_unreleased_publications_count_against_an_engines_limit(tmp_path: Path) -> None:
+    def sums(publication: int, place: int) -> pb.Notification:
+        one = pb.Checksums(plane="layers.0/key", unit_end=1, place_starts=[place], place_counts=[1], sums=[7])
+        return pb.Notification(checksums=pb.PublishChecksums(publication=publication, checksums=[one]))
+
+    async with running(tmp_path, Limits(checksum_bytes=2 * PAGE_OVERHEAD + 200)) as node:
+        await ready(node)
+        for number in (1, 2):
+            await node.publish(number, checksums=True)
+        *taken, refused = await node.source(sums(1, 0), sums(1, 1), sums(2, 0))
+        assert [answer.WhichOneof("kind") for answer in taken] == ["done"] * 2
+        assert refused.error.metadata["limit"] == "checksum_bytes"
+        await node.source(pb.Notification(abort=pb.Abort(publication=1)))
+        [answer] = await node.source(sums(2, 0))
+        assert answer.WhichOneof("kind") == "done"
 
 
 @pytest.mark.parametrize("parts", ["in one another", "apart", "of other units"])
