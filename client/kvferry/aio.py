@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextvars import copy_context
 from functools import partial, wraps
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
@@ -73,7 +74,8 @@ def _on_thread(
 async def _made(make: Callable[[], Sync]) -> Sync:
     """Make an object on a thread. If the caller is cancelled meanwhile, the object, which nobody will have, is
     closed."""
-    making = asyncio.ensure_future(asyncio.to_thread(make))
+    # No task: the end of `asyncio.run` would cancel that as well.
+    making = asyncio.get_running_loop().run_in_executor(None, copy_context().run, make)
     try:
         return await asyncio.shield(making)
     except asyncio.CancelledError:

@@ -193,6 +193,32 @@ def test_an_opening_that_is_cancelled_leaves_no_engine_open(port: bool) -> None:
         asyncio.run(main(fabric))
 
 
+def test_an_opening_that_the_end_of_the_program_cancels_leaves_no_engine_open() -> None:
+    """As control-C does: `asyncio.run` cancels all tasks, also those that nobody has seen."""
+    with Fabric(engine_ttl=0.5) as fabric:
+        # Until then a home cannot tell which start of an engine is the older.
+        fabric.advance(1.0)
+        before = fabric.client().open_engine(spec("d"))
+        client = AsyncClient(fabric.address)
+
+        async def end_the_other_start() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                before.close()
+
+        async def main() -> None:
+            tasks.append(asyncio.create_task(client.open_engine(spec("d"), timeout=SOON)))
+            tasks.append(asyncio.create_task(end_the_other_start()))
+            await asyncio.to_thread(until, lambda: bool(client.sync.stats().calls.failed))
+
+        tasks = list[asyncio.Task[Any]]()
+        asyncio.run(main())
+        assert tasks[0].cancelled()
+        fabric.client().open_engine(spec("d"), timeout=SOON).close()
+        client.sync.close()
+
+
 def test_ports_sessions_and_caches_close_at_the_end_of_a_with_block() -> None:
     with Fabric() as fabric:
         client = fabric.client()

@@ -179,6 +179,29 @@ def test_who_waits_for_the_handshake_of_another_waits_for_its_own_time_only(foun
     assert home.asked == ["a"]
 
 
+def test_who_begins_a_handshake_for_others_waits_for_its_own_time_only(found: Engines) -> None:
+    class Refusing(Home):
+        async def handshake(self, request: pb.HandshakeRequest, left: float) -> Handshaken:
+            if self.asked:
+                self.answers.clear()
+                again.set()
+            return await super().handshake(request, left)
+
+    home, again = Refusing(Unavailable("not now", retry_after=4 * SOON)), asyncio.Event()
+
+    async def run() -> SourceEngine:
+        each = [asyncio.ensure_future(found.asked_for(home, name, (1 + n) * SOON)) for n, name in enumerate("abc")]
+        await again.wait()
+        found.loop.leap += 2 * SOON
+        with pytest.raises(Unavailable, match="'prefill' was not complete in time"):
+            await asyncio.wait_for(each[1], SOON / 10)
+        home.answers.set()
+        return await each[2]
+
+    assert isinstance(found.loop.run(run()), SourceEngine)
+    assert home.asked == ["a", "b"]
+
+
 def test_a_read_that_is_cancelled_does_not_end_the_handshake_of_others(found: Engines) -> None:
     home = Home()
 

@@ -157,8 +157,8 @@ class SourceEngines:
                     until = max(slot.waiting)
                     shaking = self._shake_hands(slot, home, key, reference, until, traceparent)
                     handshake = slot.handshake = _Handshake(reference, until, asyncio.ensure_future(shaking))
-                # Another may have begun it, with a longer deadline.
-                left = None if mine else max(0.0, deadline - self._loop.now())
+                # Another may wait for it with a longer deadline.
+                left = None if handshake.deadline <= deadline else max(0.0, deadline - self._loop.now())
                 await asyncio.wait((handshake.task,), timeout=left)
                 if not handshake.task.done():
                     raise Unavailable(f"engine {key[1]!r} was not complete in time", engine_id=key[1])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import resource
 import signal
 import socket
 import threading
@@ -378,6 +379,28 @@ async def test_open_files_are_looked_at_once_for_all_clients_that_take_nothing(m
         with pytest.raises(BlockingIOError):
             clients[0].recv(1)
     assert len(looks) == 1
+
+
+async def test_connections_are_ended_again_after_a_time_without_a_free_file() -> None:
+    """An engine in whose process the server runs may open as many files as it is allowed."""
+    with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as stack:
+        clients = [stack.enter_context(socket.create_connection(listening.getsockname(), 20)) for _ in range(2)]
+        for _ in clients:
+            stack.enter_context(listening.accept()[0]).setblocking(False)
+        endings, limiter = connections.Endings(), ConnectionLimiter(listening.getsockname()[1], 2)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            endings.end("ipv4:127.0.0.1:1")
+            limiting, both_looked = asyncio.create_task(limiter.run()), asyncio.Event()
+            asyncio.get_running_loop().call_later(2 * connections.CONNECTION_POLL, both_looked.set)
+            await both_looked.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert await asyncio.to_thread(clients[1].recv, 1) == b""
+        limiting.cancel()
+        endings.end("ipv4:{}:{}".format(*clients[0].getsockname()))
+        assert await asyncio.to_thread(clients[0].recv, 1) == b""
 
 
 def test_connection_whose_descriptor_becomes_a_file_while_it_is_counted_leaves_no_file_open(
