@@ -19,7 +19,7 @@ from kvferry._directory.opening import open_directory
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing
 from kvferry._integrity.summed_blocks import IntegrityOptions
-from kvferry._loop import Loop, check_may_wait
+from kvferry._loop import Loop
 from kvferry._memory.declared import Declared, describe
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._network import network_of
@@ -247,7 +247,6 @@ class Client(Closing):
 
     def close(self) -> None:
         """Cancel the reads, and end NIXL agents, sessions (see `EngineSession.close`) and connections. Idempotent."""
-        check_may_wait()
         with self._lock:
             if self._closed:
                 return

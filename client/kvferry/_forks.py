@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar
 
+from kvferry._loop import check_may_wait
 from kvferry.errors import ForkedClient
 
 Made = TypeVar("Made", bound="OneProcess")
@@ -44,7 +45,8 @@ class OneProcess:
 
 
 def _guarded(method: Callable[..., Any], *, ends: bool) -> Callable[..., Any]:
-    """Wrap a method: in a child process it raises `ForkedClient`, or does nothing if `ends` is set."""
+    """Wrap a method: in a child process it raises `ForkedClient`, or does nothing if `ends` is set. What `ends` waits,
+    and is refused on a client's loop before it has closed a part."""
     if inspect.iscoroutinefunction(method):
 
         @functools.wraps(method)
@@ -55,7 +57,11 @@ def _guarded(method: Callable[..., Any], *, ends: bool) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def guarded(self: OneProcess, *args: Any, **options: Any) -> Any:
-        return None if _forked(self, ends) else method(self, *args, **options)
+        if _forked(self, ends):
+            return None
+        if ends:
+            check_may_wait()
+        return method(self, *args, **options)
 
     return guarded
 

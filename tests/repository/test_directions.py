@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_arguments": {"errors"},
     "_logs": set(),
     "_threads": {"errors", "_logs"},
-    "_forks": {"errors"},
+    "_forks": {"errors", "_loop"},
     "_loop": {"errors", "_clock", "_logs", "_threads"},
     "stats": set(),
     "_tracing": {"errors", "_threads"},

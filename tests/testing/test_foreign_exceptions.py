@@ -374,7 +374,11 @@ def test_a_call_that_waits_is_refused_on_the_loop_and_works_elsewhere_later() ->
         assert heard.wait(SOON)
         assert refused == list(waits)
         assert session.unreleased() == ()
+        # Nothing was closed.
+        read_again = cache.read(unfinished.reference, {"full": Blocks([4])})
+        port.acquire("request", unfinished.reference)
         client.close()
+        assert isinstance(read_again.exception(SOON), TransferCancelled)
         assert isinstance(read.exception(SOON), TransferCancelled)
         with fabric.client() as next_start:
             # Each has ended its incarnation.

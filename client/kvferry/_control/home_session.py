@@ -223,7 +223,6 @@ class HomeSession:
 
     def close(self, timeout: float = 0.0) -> None:
         """See `EngineSession.close`. Queued messages are sent for at most `timeout` seconds."""
-        check_may_wait()
         with self.lock:
             if self.closed:
                 return
