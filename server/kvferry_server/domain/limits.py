@@ -118,34 +118,39 @@ def check_budget(limit: str, budget: Budget, holder: Hashable, retry_after: floa
 
 class MemoryBudget(Budget):
     """Bytes that a home holds, counted per engine and per host that engines come from. Every engine gets `floor` bytes,
-    even beyond `capacity`. Hosts of callers on a UNIX socket are unknown: such engines are counted per engine only.
+    even beyond `capacity`, where there is room for `engines`, half of it for one host: engines that are gone still hold
+    what their leases need. Hosts of callers on a UNIX socket are unknown: such engines are counted per engine only.
     Sizes are estimates of what objects take in memory."""
 
-    def __init__(self, capacity: int, floor: int, retry_after: float) -> None:
+    def __init__(self, capacity: int, floor: int, engines: int, retry_after: float) -> None:
         super().__init__(capacity, floor)
+        self._most = capacity + floor * engines
         self._by_host = Budget(capacity, 0)
         self._host_of: dict[Hashable, str] = {}
         self._retry_after = retry_after
 
     def comes_from(self, engine: EngineRef, host: str) -> None:
-        """Count an engine's bytes against this host from now on; empty: against none."""
+        """Count an engine's bytes against this host from now on, until it holds none."""
         before, held = self._host_of.pop(engine, ""), self.held(engine)
         if before:
             self._by_host.give(before, held)
-        if host:
-            self._host_of[engine] = host
-            self._by_host.take(host, held)
+        self._host_of[engine] = host
+        self._by_host.take(host, held)
 
     def check(self, engine: EngineRef, size: int) -> None:
         """Raise `LimitReached` if an engine may not take `size` bytes more."""
-        if not self.in_floor(engine, size):
-            self._check(engine, self._host_of.get(engine), size)
+        host = self._host_of.get(engine)
+        room = self.used + size <= self._most and self._by_host.held(host) + size <= self._most // 2
+        if not (room and self.in_floor(engine, size)):
+            self._check(engine, host, size)
 
     def take(self, holder: Hashable, size: int = 1) -> None:
         super().take(holder, size)
         host = self._host_of.get(holder)
         if host is not None:
             self._by_host.take(host, size)
+            if not self.held(holder):
+                del self._host_of[holder]
 
     def hold(self, caller: Hashable, host: str, size: int) -> ExitStack:
         """Hold the bytes of an answer until the context ends, when the caller has taken it; or of its question. The

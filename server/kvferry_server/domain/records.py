@@ -40,7 +40,7 @@ class Records:
         self.started = clock.now()
         # From then on every lease without a record here has ended: leases from before a restart last for a max_ttl.
         self.knows_all_leases_from = self.started + times.max_ttl
-        self.memory = MemoryBudget(limits.memory, limits.engine_memory, times.renew_every)
+        self.memory = MemoryBudget(limits.memory, limits.engine_memory, limits.engines, times.renew_every)
         self.journal = Journal(clock)
         self.engines: dict[EngineRef, Engine] = {}
         # The live leases, and the ended ones whose outcome is kept. The duration of a look-up by lease_id reveals

@@ -287,8 +287,8 @@ class Registry:
             self._engines_by_host.give(engine.host)
         if host:
             self._engines_by_host.take(host)
+            self._memory.comes_from(engine.ref, host)
         engine.host = host
-        self._memory.comes_from(engine.ref, host)
 
     def _forget(self, engine: Engine, why: KvferryError | None = None, *, refuse: bool = True) -> None:
         """End an incarnation, and `refuse` it from now on. Watches that its processes still have end with `why`:

@@ -110,8 +110,32 @@ def test_memory_floor_of_an_engine_is_granted_beyond_a_used_up_budget() -> None:
         scene.publish(number, payload=b"x" * 4096)
 
 
+def test_engines_that_come_and_go_do_not_each_leave_a_floor_behind() -> None:
+    """The leases on the publications of a stopped engine keep what it had, for a ttl each."""
+    limits = Limits(engines=4, memory=1 << 20, engine_memory=64 << 10)
+    scene, refusals = Scene(limits=limits), 0
+    for number in range(100):
+        source = start(f"passing-{number}", chr(256 + number))
+        scene.registry.open_engine(source, SECRETS[source], "192.0.2.1")
+        opened(scene.sources, source)
+        for each in range(1, 15):
+            try:
+                scene.publish(each, source=source, payload=b"x" * 4096)
+                scene.lessor.grant(ask(each, source=source))
+            except LimitReached as error:
+                refusals += error.values["limit"] == "memory"
+        scene.registry.retire(source)
+        assert scene.records.memory.used <= limits.memory + limits.engines * limits.engine_memory
+    assert refusals
+    for number in range(1, 8):
+        scene.publish(number, payload=b"x" * 4096)
+    scene.wait(1000.0)
+    assert scene.records.memory.held(source) == 0
+    assert not scene.records.memory._host_of
+
+
 def test_engines_of_one_host_share_the_memory_of_one_engine() -> None:
-    memory = MemoryBudget(1000, 10, retry_after=1)
+    memory = MemoryBudget(1000, 10, 4, retry_after=1)
     for engine in FLOOD[:2]:
         memory.comes_from(engine, "192.0.2.1")
         while True:
@@ -132,7 +156,7 @@ def test_engines_of_one_host_share_the_memory_of_one_engine() -> None:
 
 
 def test_untaken_answers_count_against_their_reader_and_not_the_engine_asked() -> None:
-    memory = MemoryBudget(1 << 20, 0, retry_after=1)
+    memory = MemoryBudget(1 << 20, 0, 4, retry_after=1)
     memory.take(P, 1 << 16)
     with ExitStack() as stack:
         # The reader uses the engine_id of its victim.
@@ -171,7 +195,7 @@ def flood_of(shares: Budget, holder: str) -> int:
 
 def test_readers_of_one_host_share_the_answers_of_one_reader() -> None:
     size = 1 << 17
-    memory = MemoryBudget(8 * size, 0, retry_after=1)
+    memory = MemoryBudget(8 * size, 0, 4, retry_after=1)
     with ExitStack() as stack:
 
         def ask_one(number: int, peer: str = "192.0.2.1") -> None:

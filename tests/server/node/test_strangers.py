@@ -32,6 +32,7 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 from kvferry_server.node import connections
 from kvferry_server.node.connections import ConnectionLimiter, connections_each, count_connections
+from kvferry_server.node.limits import CONNECTION_POLL
 from kvferry_server.node.loading import configure
 from kvferry_server.node.server import NodeServer
 from kvferry_server.servicers.callers import host_of
@@ -393,7 +394,7 @@ async def test_connections_are_ended_again_after_a_time_without_a_free_file() ->
         try:
             endings.end("ipv4:127.0.0.1:1")
             limiting, both_looked = asyncio.create_task(limiter.run()), asyncio.Event()
-            asyncio.get_running_loop().call_later(2 * connections.CONNECTION_POLL, both_looked.set)
+            asyncio.get_running_loop().call_later(2 * CONNECTION_POLL, both_looked.set)
             await both_looked.wait()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
