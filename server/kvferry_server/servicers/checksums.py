@@ -96,9 +96,11 @@ async def read_checksums(
                 response.checksums.append(part)
         return response
 
-    # A hundred kilobytes of queries may ask for a million pages, and each waiting call would keep a list of them.
+    # A hundred kilobytes of queries may ask for a million pages, and each waiting call would keep a list of them. A few
+    # bytes may ask for half a million places.
     few = request.ByteSize() <= limits.MAX_INLINE_BYTES
-    few = few and len(request.queries) * checksums.size <= limits.MAX_INLINE_BYTES
+    places = sum(sum(message.place_counts) for message in request.queries) if few else 0
+    few = few and places + len(request.queries) * checksums.size <= limits.MAX_INLINE_BYTES
     return answer() if few else await worker.run(host, answer)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import threading
 import time
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -25,6 +26,7 @@ from kvferry._wire.channel import MAX_MESSAGE_BYTES, MAX_NOTIFY_BYTES
 from kvferry._wire.status import NOTIFICATION_ERROR_BYTES, from_rpc_error
 from kvferry.errors import BadReference, InvalidField, KvferryError, LimitReached, PeerRestarted
 from kvferry.geometry import RankGeometry
+from kvferry.planner.checksum import places_of
 from kvferry.v1 import errors_pb2
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -33,7 +35,7 @@ from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.steps import PAGE_OVERHEAD
 from kvferry_server.domain.values import EngineRef
 from kvferry_server.home import time_slices
-from kvferry_server.servicers import limits
+from kvferry_server.servicers import checksums, limits
 from kvferry_server.servicers.introspection import page
 from kvferry_server.servicers.limits import MAX_GROUPS, MAX_NOTIFICATIONS, MAX_RELEASED_READS, MAX_RUNS
 from tests.support.examples import examples
@@ -296,6 +298,28 @@ async def test_calls_that_ask_again_and_again_for_many_sums_take_little_memory(t
         finally:
             tracemalloc.stop()
         assert most < 16 << 20
+
+
+async def test_a_small_call_that_asks_for_many_places_keeps_no_other_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fifty bytes may ask for half a million places of thirty pages, which takes 24 ms."""
+    begun, others, waited = threading.Event(), threading.Event(), list[bool]()
+
+    def slow(*given: Any) -> Any:
+        begun.set()
+        waited.append(others.wait(TIMEOUT / 4))
+        return places_of(*given)
+
+    places = {"place_starts": [0], "place_counts": [limits.MAX_ASKED_SUMS]}
+    query = pb.ChecksumQuery(planes=["layers.0/key"], unit_end=1, **places)
+    async with leased_sums(tmp_path, 30) as ask:
+        monkeypatch.setattr(checksums, "places_of", slow)
+        asking = asyncio.create_task(ask([query]))
+        await asyncio.to_thread(begun.wait)
+        others.set()
+        assert len((await asking).checksums) == 30
+    assert waited == [True]
 
 
 @asynccontextmanager
