@@ -45,8 +45,7 @@ class OneProcess:
 
 
 def _guarded(method: Callable[..., Any], *, ends: bool) -> Callable[..., Any]:
-    """Wrap a method: in a child process it raises `ForkedClient`, or does nothing if `ends` is set. What `ends` waits,
-    and is refused on a client's loop before it has closed a part."""
+    """Wrap a method: in a child process it raises `ForkedClient`, or does nothing if `ends` is set."""
     if inspect.iscoroutinefunction(method):
 
         @functools.wraps(method)
@@ -57,11 +56,7 @@ def _guarded(method: Callable[..., Any], *, ends: bool) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def guarded(self: OneProcess, *args: Any, **options: Any) -> Any:
-        if _forked(self, ends):
-            return None
-        if ends:
-            check_may_wait()
-        return method(self, *args, **options)
+        return None if _forked(self, ends) else method(self, *args, **options)
 
     return guarded
 
@@ -70,6 +65,9 @@ def _forked(made: OneProcess, ends: bool) -> bool:
     """Return whether this is a child of the object's process; raises `ForkedClient` there unless `ends` is set."""
     here = os.getpid()
     if here == made._made_in:
+        if ends:
+            # Before it has closed a part: it waits.
+            check_may_wait()
         return False
     if ends:
         return True

@@ -34,10 +34,6 @@ class Health(aio.HealthServicer):
                     sent = status
                 await waker.wait()
 
-    async def set(self, service: str, status: Any) -> None:
-        await super().set(service, status)
+    async def _set(self, service: str, status: Any) -> None:
+        await super()._set(service, status)  # type: ignore[misc]
         self._wakeups.wake(service)
-
-    async def enter_graceful_shutdown(self) -> None:
-        await super().enter_graceful_shutdown()
-        self._wakeups.wake_all()

@@ -63,10 +63,8 @@ class Grant:
     def allows(self, need: Need) -> bool:
         for role in need.roles:
             engines = self._engines(role)
-            if engines and need.engine_id is None:
-                return True
             names = [name for name in (need.engine_id, need.or_engine_id) if name is not None]
-            if engines and any(map(_any_of(engines).match, names)):
+            if engines and (need.engine_id is None or any(map(_any_of(engines).match, names))):
                 return True
         return False
 
