@@ -311,11 +311,11 @@ async def test_a_small_call_that_asks_for_many_places_keeps_no_other_waiting(
         waited.append(others.wait(TIMEOUT / 4))
         return places_of(*given)
 
-    places = {"place_starts": [0], "place_counts": [limits.MAX_ASKED_SUMS]}
-    query = pb.ChecksumQuery(planes=["layers.0/key"], unit_end=1, **places)
+    most = limits.MAX_ASKED_SUMS
+    query = pb.ChecksumQuery(planes=["layers.0/key"], unit_end=1, place_starts=[0], place_counts=[most])
     async with leased_sums(tmp_path, 30) as ask:
         monkeypatch.setattr(checksums, "places_of", slow)
-        asking = asyncio.create_task(ask([query]))
+        asking = asyncio.ensure_future(ask([query]))
         await asyncio.to_thread(begun.wait)
         others.set()
         assert len((await asking).checksums) == 30
