@@ -1,7 +1,7 @@
 """Guards objects that cannot be used after a fork, because they own connections, threads or NIXL agents.
 
 In a child process their methods raise `ForkedClient`. Closing methods do nothing there, since they would close the
-connections of the parent.
+connections of the parent, and are refused on the thread of a client's loop before they have closed a part.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def _guarded(method: Callable[..., Any], *, ends: bool) -> Callable[..., Any]:
 
 
 def _forked(made: OneProcess, ends: bool) -> bool:
-    """Return whether this is a child of the object's process; raises `ForkedClient` there unless `ends` is set."""
+    """Return whether this is a child of the object's process; raises `ForkedClient` there unless `ends` is set, which
+    raises as `check_may_wait` elsewhere: closing waits."""
     here = os.getpid()
     if here == made._made_in:
         if ends:
-            # Before it has closed a part: it waits.
             check_may_wait()
         return False
     if ends:
