@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import TypeAlias
@@ -119,11 +119,11 @@ class BlockUse:
             # `_check_once` has refused repeated ids, which this would count once only.
             self.counts(self._published, group)[listed] += np.int32(by)
 
-    def _check_once(self, ids: Mapping[str, BlockIds], earlier: Iterable[Mapping[str, BlockIds]]) -> None:
+    def _check_once(self, ids: Mapping[str, BlockIds], earlier: Sequence[Mapping[str, BlockIds]]) -> None:
         lists: dict[Pool, list[tuple[str, BlockIds]]] = {}
         pools = {self.pool(group) for group, listed in ids.items() if len(listed)}
         # A long publication may have thousands of steps, and most blocks of the next one are in no publication.
-        if not any(self.counts(self._published, group)[listed].any() for group, listed in ids.items()):
+        if earlier and not any(self.counts(self._published, group)[listed].any() for group, listed in ids.items()):
             earlier = ()
         for given in (*earlier, ids):
             for group, listed in given.items():
