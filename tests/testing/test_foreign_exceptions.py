@@ -383,7 +383,7 @@ def test_a_call_that_waits_is_refused_on_the_loop_and_works_elsewhere_later() ->
         with fabric.client() as next_start:
             # Each has ended its incarnation.
             for spec in (port.spec, session.spec):
-                next_start.open_engine(spec, timeout=0.5)
+                next_start.open_engine(spec, timeout=5.0)
 
 
 def test_only_logs_talk_to_handlers() -> None:
